@@ -1,4 +1,4 @@
-"""Faults of real processes: signals, limits of their resources, and proxies that are blocked."""
+"""Faults of real processes: signals, limits of their resources, and proxies that disturb their links."""
 
 from __future__ import annotations
 
@@ -76,20 +76,32 @@ class FaultInjector:
                 self._limit(fault, name, resource.RLIMIT_AS)
             case FaultKind.PARTITION | FaultKind.ONE_WAY:
                 self._block(fault)
+            case FaultKind.DELAY:
+                proxy, inward = self._proxy_of(fault)
+                assert fault.size is not None
+                proxy.delay(fault.size, inward=inward)
+                self._after(fault, functools.partial(proxy.delay, 0.0, inward=inward))
+            case FaultKind.CORRUPT:
+                proxy, inward = self._proxy_of(fault)
+                proxy.corrupt(inward=inward)
             case _:
                 raise ValueError(f"{fault.kind} is not a fault of processes")
 
     def _block(self, fault: Fault) -> None:
         """Hold back what a node sends to its neighbour, or what both send, until the fault is over."""
+        proxy, sent_inward = self._proxy_of(fault)
+        ways = {sent_inward} if fault.kind is FaultKind.ONE_WAY else {True, False}
+        for inward in ways:
+            proxy.block(inward=inward)
+            self._after(fault, functools.partial(proxy.unblock, inward=inward))
+
+    def _proxy_of(self, fault: Fault) -> tuple[LinkProxy, bool]:
+        """Return the proxy of a link, and whether the node of the fault sends to its listener."""
         order = [int(name.removeprefix("node_")) for name in self.names[0]]
         assert fault.peer is not None
         sender, receiver = order.index(fault.node), order.index(fault.peer)
         assert abs(sender - receiver) == 1, f"{fault}: only neighbours are connected"
-        proxy = self.proxies[self.names[0][max(sender, receiver)]].proxy
-        ways = {sender < receiver} if fault.kind is FaultKind.ONE_WAY else {True, False}
-        for inward in ways:
-            proxy.block(inward=inward)
-            self._after(fault, functools.partial(proxy.unblock, inward=inward))
+        return self.proxies[self.names[0][max(sender, receiver)]].proxy, sender < receiver
 
     def _limit(self, fault: Fault, name: str, limit: int) -> None:
         """Let a node get nothing more of a resource until the fault is over, or it is started again."""

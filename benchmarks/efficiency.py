@@ -209,9 +209,10 @@ class SleepingStage(StageExecution):
         loss_part: LossPart | None = None,
         *,
         late: bool = False,
+        costly: bool = False,
     ) -> tuple[dict[str, Any], float | None]:
         """Return a tensor of the right shape."""
-        del version, values, late
+        del version, values, late, costly
         began = time.perf_counter()
         time.sleep(FORWARD)
         self.forwards.append(_Forward(self.index, microbatch.index, began, time.perf_counter()))

@@ -5,11 +5,13 @@ that everything that observes them competes with them for Python's lock. One of 
 traces of both nodes written to files, callbacks, a `RunLog` (TensorBoard, CSV, JSON), records through a
 pipe that are checked on its other side, as between a worker and its agent, and a page for Prometheus
 that is read once per second. The others have nothing. They take turns of a second or two; a turn ends
-when the process is idle again, so that what is written in the background is counted, too. The main
+when the process is idle again, so that what is written in the background is counted, too. One
 figure is the processor time of the whole process in a turn with everything, relative to the mean of the
 turns without just before and after it: the median of these ratios and its 95% interval by resampling.
-*Noise* is the same ratio between the two pipelines without anything. The digits model is the worst case:
-its micro-batches take a few milliseconds. Run as a script to print the report, in about ten minutes.
+*Noise* is the same ratio between the two pipelines without anything. The second table depends far less
+on other programs: it has the processor time of each thread that observes, and of the recording in the
+threads that compute. The digits model is the worst case: its micro-batches take a few milliseconds. Run
+as a script to print the report, in about ten minutes.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -32,8 +35,8 @@ from workloads import DIGITS, MEDIUM_GPT, NODE_DATA, Workload, free_addresses, l
 
 from ravnest import Callbacks, Node, RunLog, Trainer
 from ravnest.logs.background import TimedRecord
+from ravnest.logs.metrics_page import metrics_page
 from ravnest.provider.figures import ProviderFigures, provider_figures
-from ravnest.provider.metrics_page import metrics_page
 from ravnest.provider.record_pipe import read_records, record_writer
 from ravnest.schemas.providers import ProviderOffer
 from ravnest.telemetry import LossRecord, RecordSink, WorkerRecord
@@ -52,7 +55,18 @@ UPDATES = {DIGITS.name: 60, MEDIUM_GPT.name: 2}
 WARM_UP = 2
 """Turns before the measurement; the share of the micro-batches is settled then."""
 GOAL = 0.01
+THREADS = {
+    "ravnest-log": "`RunLog`, callbacks",
+    "ravnest-trace": "trace files of both nodes",
+    "telemetry records": "records to the agent",
+    "agent": "the agent, another process in reality: check of the records",
+    "metrics page": "the agent: page for Prometheus",
+}
+"""Threads that observe, by name, and what they do."""
+IN_WORKER = ("ravnest-log", "ravnest-trace", "telemetry records")
 _CALLS = 2000
+_BATCH = 50
+"""Losses that a `RunLog` writes at once."""
 _SCRAPE = 1.0
 _SETTLE = 0.6
 """Least seconds between two turns; by then, what is written in the background is written."""
@@ -71,6 +85,8 @@ class Cost:
     """From the start until the last batch was asked for."""
     cpu: float
     """Processor time of the process until it was idle again."""
+    threads: dict[str, float]
+    """Processor time by the name of the thread."""
 
 
 class _Several:
@@ -106,12 +122,14 @@ class _Turns:
 
     def take(self) -> Cost:
         """Let the pipeline train for one turn; return its cost."""
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu, threads = time.perf_counter(), time.process_time(), _thread_times()
         self._may_begin.release()
         assert self._is_over.acquire(timeout=_PATIENCE)
         seconds = time.perf_counter() - began
         _await_idleness()
-        return Cost(seconds, time.process_time() - cpu)
+        spent = time.process_time() - cpu
+        after = _thread_times()
+        return Cost(seconds, spent, {name: after[name] - threads[name] for name in after})
 
 
 class _NodeInTurns(Node):
@@ -123,6 +141,15 @@ class _NodeInTurns(Node):
         """Compute as ``Node`` does."""
         self.turns.enter()
         return super().forward_compute(tensors, **named)
+
+
+def _thread_times() -> dict[str, float]:
+    """Return the processor time of all threads by name; threads of one name are summed."""
+    found: dict[str, float] = defaultdict(float)
+    for thread in threading.enumerate():
+        if thread.ident is not None:
+            found[thread.name] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    return found
 
 
 def _await_idleness() -> None:
@@ -145,7 +172,9 @@ def measure() -> str:
         "slower; 95% interval) | noise | time with all, relative to that without |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    return "\n".join([*rows, *(_row(*each) for each in TURNS.items()), "", parts()])
+    measured = [_measured(*each) for each in TURNS.items()]
+    found = [*rows, *(row for row, _ in measured), "", parts(), ""]
+    return "\n".join([*found, *(table for _, table in measured)])
 
 
 def parts() -> str:
@@ -162,7 +191,11 @@ def parts() -> str:
                 lambda: files.write(recorder.take()), setup=lambda: _record(recorder)
             )
             / _CALLS,
-            "write the loss of an update to a `RunLog`": _least(lambda: log.handle(loss)),
+            "pass a record to a `RunLog`, in the thread that computes": _least(
+                lambda: log.emit(loss.record)
+            ),
+            "write the loss of an update to a `RunLog`": _least(lambda: log.handle([loss] * _BATCH))
+            / _BATCH,
         }
         files.close()
     rows = [f"| {what} | {1e6 * seconds:.1f} |" for what, seconds in found.items()]
@@ -189,7 +222,8 @@ def _least(call: Callable[[], object], setup: Callable[[], None] | None = None) 
     return min(found)
 
 
-def _row(work: Workload, most: int) -> str:
+def _measured(work: Workload, most: int) -> tuple[str, str]:
+    """Return a model's row of ratios, and its table of threads."""
     turns = max(round(SHARE * most), 2)
     with ExitStack() as stack:
         off, on, other = (
@@ -199,12 +233,29 @@ def _row(work: Workload, most: int) -> str:
         for each in (off, on, other) * WARM_UP:
             each.take()
         rounds = [_round(off, on, other, is_reversed=bool(number % 2)) for number in range(turns)]
-    without = statistics.median(each.cpu for found in rounds for each in found[::2])
+    updates = UPDATES[work.name]
+    without = statistics.median(each.cpu for found in rounds for each in found[::2]) / updates
     processor = [2 * seen.cpu / (one.cpu + two.cpu) for one, seen, two in rounds]
     times = [2 * seen.time / (one.time + two.time) for one, seen, two in rounds]
     noise = [two.cpu / one.cpu for one, _, two in rounds]
     figures = " | ".join(map(_shown, (processor, noise, times)))
-    return f"| {work.name} | {turns} | {1000 * without / UPDATES[work.name]:.1f} ms | {figures} |"
+    spent = {
+        name: statistics.median(seen.threads.get(name, 0.0) for _, seen, _ in rounds) / updates
+        for name in THREADS
+    }
+    row = f"| {work.name} | {turns} | {1000 * without:.1f} ms | {figures} |"
+    return row, _thread_table(work.name, without, spent)
+
+
+def _thread_table(model: str, without: float, spent: dict[str, float]) -> str:
+    worker = sum(spent[name] for name in IN_WORKER)
+    named = [(THREADS[name], seconds) for name, seconds in spent.items()]
+    rows = [
+        f"| {what} | {1e6 * seconds:.0f} | {seconds / without:.2%} |"
+        for what, seconds in [*named, ("**all threads of the worker**", worker)]
+    ]
+    head = [f"| {model}: threads | microseconds per update | of its processor time |", "|---|--:|--:|"]
+    return "\n".join([*head, *rows, ""])
 
 
 def _round(off: _Turns, on: _Turns, other: _Turns, *, is_reversed: bool) -> tuple[Cost, Cost, Cost]:
@@ -267,7 +318,9 @@ def _observers(folder: Path) -> Iterator[RecordSink]:
     """Yield a receiver of records that does all there is, while a page of figures is read."""
     reading, writing = os.pipe()
     figures, over = ProviderFigures(), threading.Event()
-    reader = threading.Thread(target=read_records, args=(reading, lambda _records: None), daemon=True)
+    reader = threading.Thread(
+        target=read_records, args=(reading, lambda _records: None), name="agent", daemon=True
+    )
     with ExitStack() as stack:
         page = stack.enter_context(
             metrics_page(

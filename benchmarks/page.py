@@ -3,9 +3,10 @@
 A real server with a scripted job; what the page shows comes over its routes and its stream. *First
 paint* is the browser's first contentful paint, *complete* the time from the navigation until the
 overview shows its jobs and providers, or the job's page its loss curve; both with an empty cache.
-*Update* is the time from the arrival of a message until the document is changed, while losses arrive,
-and while 100 providers change at once; the overview shows 50 providers per page. *Processor* is the
-processor time of the browser's task in which that happens, which depends little on what else runs.
+*Update* is the time from the arrival of a message, or of details or curves that are loaded again, until
+the document is changed, while losses arrive, and while 100 providers change at once; the overview shows
+50 providers per page. *Processor* is the processor time of the browser's task in which that happens,
+which depends little on what else runs.
 *Shown after* is the time from the provider's report, or the change in the database, until then, as seen
 by a program that looks every 20 ms. *Longest task* is the longest time for which the page was busy
 without a break after it was loaded, with style, layout and curves (the browser reports tasks from 50 ms
@@ -57,6 +58,7 @@ new MutationObserver(() => {
 """
 _PAINT = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
 _DURATIONS = "performance.getEntriesByName('update').map((each) => each.duration)"
+_RELOADS = "performance.getEntriesByName('reload').map((each) => each.duration)"
 
 
 @dataclass(frozen=True)
@@ -175,22 +177,23 @@ def _changes(
             delays.append(1000 * (time.monotonic() - began))
         page.wait_for_timeout(1000)
         processor = _processor_times(json.loads(browser.stop_tracing())["traceEvents"])
-        durations, longest = page.evaluate(_DURATIONS), page.evaluate("window.longest")
-        return Changes(durations, processor, delays, longest)
+        durations = [*page.evaluate(_DURATIONS), *page.evaluate(_RELOADS)]
+        return Changes(durations, processor, delays, page.evaluate("window.longest"))
 
 
 def _processor_times(trace: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return the milliseconds of processor time of the tasks in which updates ended."""
-    ends = [each for each in trace if each["name"] == "update" and each["ph"] == "e"]
+    ends = [each for each in trace if each["name"] in ("update", "reload") and each["ph"] == "e"]
     tasks = [each for each in trace if each["name"].endswith("::RunTask") and "tdur" in each]
-    return [
-        max(
+    times = [
+        [
             task["tdur"] / 1000
             for task in tasks
             if task["tid"] == end["tid"] and task["ts"] <= end["ts"] <= task["ts"] + task["dur"]
-        )
+        ]
         for end in ends
     ]
+    return [max(each) for each in times if each]  # the trace may begin or end within a task
 
 
 def _root(scene: Scene, job: str) -> AssignmentRecord:

@@ -35,7 +35,7 @@ from server_cases import FILES, FakePlanner, offer, spec
 from ravnest.host import raise_file_limit, start_process
 from ravnest.schemas.auth import ApiRole
 from ravnest.server.http.app import create_app
-from ravnest.server.http.connections import limited_protocol
+from ravnest.server.http.connections import CountedListener, limited_protocol
 from ravnest.server.http.listener import listen
 from ravnest.server.http.runner import avoid_pauses
 from ravnest.server.server import Server
@@ -64,14 +64,14 @@ def serve(folder: Path) -> None:
     raise_file_limit()
     settings = ServerSettings(lost_after=PATIENCE, training_silence=PATIENCE)
     server = Server(folder, planner=FakePlanner(size=PIPELINE), settings=settings)
-    with server.opened(), listen("127.0.0.1", 0) as listener:
+    with server.opened(), CountedListener(listen("127.0.0.1", 0), server.connections) as listener:
         tokens = {role: server.auth.create_token(role, "", uses=None).secret for role in ApiRole}
         port = listener.getsockname()[1]
         admin = server.folder.admin.read_text()
         print(json.dumps({"port": port, "tokens": tokens, "admin": admin}), flush=True)
         config = uvicorn.Config(
             create_app(server),
-            http=limited_protocol(server.settings.connections),
+            http=limited_protocol(server.connections, server.settings.connections, listener),
             log_config=None,
             proxy_headers=False,
             timeout_keep_alive=30,

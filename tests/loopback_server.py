@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +116,20 @@ class LoopbackServer:
 
 @contextmanager
 def loopback_server(
-    folder: Path, *, test_links: bool = False, spot_checks: float = 0.0, **options: Any
+    folder: Path,
+    *,
+    test_links: bool = False,
+    spot_checks: float = 0.0,
+    changes: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[LoopbackServer]:
     """Run a server; it never loses a provider, and its users have ``folder`` as their home.
 
     ``test_links``: providers test the links between them before a job starts, although on loopback.
-    ``spot_checks``: seconds between two checks of a stage; 0: none.
+    ``spot_checks``: seconds between two checks of a stage; 0: none. ``changes``: other settings.
     """
     settings = ServerSettings(lost_after=3600.0, test_loopback_links=test_links, spot_checks=spot_checks)
+    settings = replace(settings, **(changes or {}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(HOME_VARIABLE, str(folder / "home"))
         with serve(folder=folder / "server", settings=settings, **options) as running:

@@ -22,6 +22,7 @@ def test_public_names() -> None:
         "Job",
         "JobHandle",
         "Node",
+        "NodeMetrics",
         "RunLog",
         "Trainer",
         "__version__",

@@ -342,7 +342,7 @@ def test_the_log_of_one_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ravnest.set_seed(42)
     clusterize(model=Small(), example_args=(torch.rand(8, 4),), folder=tmp_path)
     out, err = capsys.readouterr()
-    assert err == ""
+    assert re.fullmatch(r"Schedule async: .* computes statistics over the batch\.\n", err)
     assert out == (
         "Node(0, Cluster(0)) \n"
         "self.IP(127.0.0.1:8080) \n"
@@ -360,6 +360,16 @@ def test_the_log_of_one_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "Node(1) -> Leaf\n"
     )
     assert read_node(tmp_path, "node_1").seed == 42
+
+
+def test_several_clusters_are_told_what_they_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(tmp_path, *local(4))
+    clusterize(model=Small(), example_args=(torch.rand(8, 4),), folder=tmp_path, clusters=2)
+    told = capsys.readouterr().err
+    assert "each makes about 1/2 of the updates of one process per epoch" in told
+    assert "use about 2 times the learning rate of one process, or clusters=1." in told
 
 
 # --- certificates --------------------------------------------------------------------------------

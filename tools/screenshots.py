@@ -37,7 +37,7 @@ DOCS = ROOT / "docs" / "images"
 SHOWN = {"overview": "page.png", "job": "page-job.png", "phone-dark-job": "page-phone.png"}
 """Pictures that the documents show, and their names there."""
 _COLOURS = 128
-_TALLEST = {"page-job.png": 1460, "page-phone.png": 1688}
+_TALLEST = {"page-job.png": 1304, "page-phone.png": 1688}
 """Pixels of pictures that are cut."""
 _UPDATES, _TOTAL = 1100, 2400
 """Updates of the running job, and of the one that is done."""
@@ -147,9 +147,17 @@ def spread_times(scene: Scene, job: str) -> None:
             "UPDATE records SET time = ? - ? * (? - position) / ? WHERE assignment LIKE ?",
             (now, _TRAINING, last, last, f"{job}%"),
         )
-        (highest,) = execute("SELECT max(sequence) FROM events").one()
-        execute("UPDATE events SET time = ? - 60.0 * (? - sequence)", (now - 40.0, highest))
-        execute("UPDATE jobs SET created = created - ?", (1.1 * _TRAINING,))
+        submitted = now - _TRAINING - 60.0
+        (first,) = execute("SELECT min(sequence) FROM events WHERE subject = ?", (job,)).one()
+        execute("UPDATE events SET time = ? + 1.5 * (sequence - ?)", (submitted, first))
+        for kind, update in (("recovery", 503), ("round", 400)):
+            then = now - _TRAINING * (1 - update / _UPDATES)
+            execute("UPDATE events SET time = ? WHERE kind = ?", (then, kind))
+        execute("UPDATE jobs SET created = ? WHERE id = ?", (submitted, job))
+        execute(
+            "UPDATE jobs SET created = ?, changed = ? WHERE state = 'failed'",
+            (submitted - 120.0, submitted - 20.0),
+        )
 
 
 def lose_one(scene: Scene, name: str) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ravnest.formation import clusterize
     from ravnest.jobs.job import Job
     from ravnest.logs.callbacks import Callbacks
+    from ravnest.logs.node_metrics import NodeMetrics
     from ravnest.logs.run_log import RunLog
     from ravnest.provider.provide import provide
     from ravnest.runtime.node import Node
@@ -26,6 +27,7 @@ __all__ = [
     "Job",
     "JobHandle",
     "Node",
+    "NodeMetrics",
     "RunLog",
     "Trainer",
     "__version__",
@@ -45,6 +47,7 @@ _MODULES = {
     "Job": "ravnest.jobs.job",
     "JobHandle": "ravnest.client.handle",
     "Node": "ravnest.runtime.node",
+    "NodeMetrics": "ravnest.logs.node_metrics",
     "RunLog": "ravnest.logs.run_log",
     "Trainer": "ravnest.runtime.trainer",
     "attach": "ravnest.client.handle",

@@ -38,6 +38,15 @@ POLL_GAP = 0.25
 """Shortest time between two polls."""
 REPORT_INTERVAL = 1.0
 """Shortest time between two reports of records."""
+ROOT_REPORT_INTERVAL = 0.4
+"""The same, of a Root: its losses are on the page soon."""
+RECORD_PAUSE = 0.15
+"""Time between two writes of records to the pipe from a worker to its agent: a thread that wakes up for
+each record takes Python's lock from those that train, at both ends."""
+PAGE_PAUSE = 0.4
+"""Shortest time between two readings of the state of the page."""
+PAGE_DELAY = 1.0
+"""Longest time from a loss at the Root until a browser has it, without the network."""
 FIRST_PAUSE = 1.0
 """First pause before something is tried again; pauses double."""
 LONGEST_PAUSE = 10.0
@@ -229,6 +238,8 @@ LINK_CLOSE = 5.0
 """Longest wait for a thread or a link of a node when the node closes."""
 RECORDS_CLOSE = 5.0
 """Longest wait for the last records of a worker to be written to its pipe."""
+LOG_CLOSE = 5.0
+"""Longest wait for the last records of a run to be written to its log, or handled by callbacks."""
 WORKER_STOP = 10.0
 """Time for a worker to close its links before it is killed."""
 OUTPUT_CLOSE = 2.0
@@ -239,6 +250,8 @@ LEAVE_ANSWER = 5.0
 """Longest wait for the server's answer when a provider leaves."""
 HANDOVER = 30.0
 """Longest wait of a provider that leaves for another one to fetch its files."""
+LAST_UPLOAD = 120.0
+"""Longest upload of the last checkpoint of a provider that leaves, if no other node has it."""
 RELAY_STOP = 3.0
 """Time for the process of a relay to close its connections before it is killed."""
 SERVER_STOP = 5.0
@@ -278,6 +291,12 @@ RELATIONS = (
     ),
     Relation(LOST_AFTER, RESTART_GRACE, "a restart of the server only gives more time"),
     Relation(POLL_GAP, POLL_WAIT, "a provider polls most of the time"),
+    Relation(
+        RECORD_PAUSE + ROOT_REPORT_INTERVAL + PAGE_PAUSE,
+        PAGE_DELAY,
+        "a loss waits in the pipe, at the agent and at the server, and is on the page within a second",
+    ),
+    Relation(ROOT_REPORT_INTERVAL, REPORT_INTERVAL, "Roots report more often than other nodes"),
     Relation(3 * REPORT_INTERVAL, LOST_AFTER, "reports arrive often enough to show progress"),
     Relation(
         LINK_OUTAGE + HTTP_CONNECT + longest_pause(LONGEST_PAUSE) + HTTP_CONNECT,
@@ -429,9 +448,11 @@ RELATIONS = (
     ),
     Relation(LINK_CLOSE, WORKER_STOP, "a worker closes its links before it is killed"),
     Relation(RECORDS_CLOSE, WORKER_STOP, "a worker writes its last records before it is killed"),
+    Relation(LOG_CLOSE, WORKER_STOP, "a node ends its log before its launcher kills it"),
     Relation(OUTPUT_CLOSE, WORKER_STOP, "the reason of a failure is read before the worker is given up"),
     Relation(ENDING_GRACE, LOST_AFTER, "nodes of a failed cluster report before they can be lost"),
     Relation(LAST_CHECKPOINT, HANDOVER, "a last checkpoint takes less time than finding a spare"),
+    Relation(LEAVE_ANSWER, LAST_UPLOAD, "the server can acknowledge the last checkpoint"),
     Relation(LEAVE_ANSWER, HANDOVER, "a provider without a spare leaves faster than one with a spare"),
     Relation(LEAVE_ANSWER, WORKER_STOP, "a provider leaves faster than its worker stops"),
     Relation(RELAY_STOP, SERVER_STOP, "a server does not stop later because of its relay"),

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ravnest.errors import PlanError, SplitError, StageFormatError
-from ravnest.plan.explain import clusterize_log, explain, idle_nodes
+from ravnest.plan.explain import clusterize_log, clusterize_notes, explain
 from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.memory import averaging_copies
 from ravnest.plan.node_configs import NodeConfig, read_node_configs
@@ -90,11 +90,11 @@ def clusterize(  # noqa: PLR0913 - the documented signature
     """Group the nodes of ``node_data/node_configs.json`` into clusters and split the model for them.
 
     Writes ``node_data/nodes/node_<i>.json`` and ``node_data/cluster_<c>/node_<i>/``, replaces the files
-    of an earlier call, and prints the cluster and role of each node.
+    of an earlier call, and prints the cluster and role of each node; schedule and warnings on stderr.
 
     ``pass_data`` measures costs with a real forward pass instead of computing them. ``clusters`` sets
     the number of clusters. Memory is planned for ``optimizer`` with ``optimizer_params`` (AdamW by
-    default), ``update_frequency`` micro-batches per update and, with ``ema``, a moving average of the
+    default), ``update_frequency`` batches per update and, with ``ema``, a moving average of the
     weights; ``ema`` and ``optimizer_state`` are those of ``Node``. ``batch_dim`` is the dimension of the
     inputs that counts samples. ``resume_from`` is a folder with the ``node_<i>`` checkpoint folders of
     an earlier training: every node gets the newest complete checkpoint, cut for its stage, and
@@ -128,8 +128,7 @@ def clusterize(  # noqa: PLR0913 - the documented signature
     seeds = None if earlier is None else _Seeds.of(earlier, len(plan.clusters))
     _write(target, plan, splits, seeds)
     sys.stdout.write(clusterize_log(plan))
-    if idle := idle_nodes(plan):
-        sys.stdout.write(f"\n{idle}\n")
+    sys.stderr.write(f"{clusterize_notes(plan)}\n")
     if seeds is not None:
         sys.stdout.write(f"{seeds}\n")
     return plan

@@ -54,6 +54,8 @@ _ARENAS = 2
 """Number of heaps that the threads share; each keeps freed memory. With glibc's default of eight per
 core, a node used 50 MB more and was not faster."""
 _PR_SET_PDEATHSIG = 1
+_UNRECLAIMABLE = ("RssAnon", "RssShmem", "VmSwap")
+"""Memory in ``/proc/PID/status``, in units of 1024 bytes, that belongs to no file on a disk."""
 _CPU_INFO = Path("/proc/cpuinfo")
 _KERNELS_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 WITHOUT_AMX = {_KERNELS_VARIABLE: "AVX512_CORE_FP16"}
@@ -177,6 +179,26 @@ def limit_file_size(limit: int) -> None:
         _, hard = _resource.getrlimit(_resource.RLIMIT_FSIZE)
         most = limit if hard == _resource.RLIM_INFINITY else min(limit, hard)
         _resource.setrlimit(_resource.RLIMIT_FSIZE, (most, most))
+
+
+def limit_open_files(limit: int) -> None:
+    """Limit the number of files and sockets that this process has open."""
+    if _resource is not None:
+        _, hard = _resource.getrlimit(_resource.RLIMIT_NOFILE)
+        most = limit if hard == _resource.RLIM_INFINITY else min(limit, hard)
+        _resource.setrlimit(_resource.RLIMIT_NOFILE, (most, most))
+
+
+def unreclaimable_memory(pid: int) -> int | None:
+    """Return the bytes of a process that are no cache of a file; 0 if it has ended; Linux only."""
+    if sys.platform != "linux":
+        return None
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return sum(1024 * int(fields.get(name, "0").split()[0]) for name in _UNRECLAIMABLE)
 
 
 def data_memory(process: psutil.Process) -> int:

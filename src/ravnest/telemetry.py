@@ -91,8 +91,13 @@ class TimingRecord:
     backward: float
     """With the weight gradients that are computed later."""
     step: float
+    """Optimizer step: once per update, not per micro-batch."""
     to_next: float
+    """Delay of the links to the neighbours, without queueing; 0 where there is none."""
     to_previous: float
+    to_next_busy: float | None = None
+    """Time for which a micro-batch occupies these links; ``None``: an older version does not say it."""
+    to_previous_busy: float | None = None
     kind: Literal["timing"] = "timing"
 
 
@@ -106,6 +111,8 @@ class QueueRecord:
     """Micro-batches that the Root may have in flight; 0 at other nodes."""
     inbox: int
     """Calls that wait for the compute thread."""
+    averaging: bool = False
+    """An averaging round is open, in the background or while training waits; only at Roots."""
     kind: Literal["queue"] = "queue"
 
 
@@ -145,11 +152,11 @@ class PaceRecord:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRecord:
-    """Schedule of a cluster; reported by Roots when training begins."""
+    """Schedule of a cluster; reported by Roots when training begins, and when the number changes."""
 
     schedule: Schedule
     microbatches: int
-    """Micro-batches of a batch of the planned size."""
+    """Micro-batches of a whole batch."""
     reason: str
     """Why it was chosen, as a sentence."""
     kind: Literal["schedule"] = "schedule"

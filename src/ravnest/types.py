@@ -24,6 +24,8 @@ _BARE_IPV6 = re.compile(r"[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*")
 
 Schedule = Literal["async", "sync"]
 """Rule for the order of computations in a pipeline."""
+ScheduleSetting = Schedule | Literal["auto"]
+"""Schedule that a user sets; ``auto``: the plan's choice."""
 StateForm = Literal["float32", "int8"]
 """Form of an optimizer's state between updates: as the optimizer keeps it, or in 8 bits."""
 RobustMean = Literal["trimmed"]

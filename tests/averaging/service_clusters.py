@@ -110,7 +110,10 @@ class Process:
         self.errors: list[str] = []
         self.outside = outside
         self.transport = outside.network.transport()
-        config = AveragingConfig(outside.mode, 1, self.released.put, outside.outcomes.put)
+        self.rounds: SimpleQueue[bool] = SimpleQueue()
+        """Begins and ends of rounds."""
+        callbacks = self.released.put, outside.outcomes.put, self.rounds.put
+        config = AveragingConfig(outside.mode, 1, *callbacks)
         self.service = AveragingService(
             spec,
             self.weights,

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 import torch
 from round_cases import Case, decided, weights
 
 from ravnest.averaging.allreduce import AllReduceResult
 from ravnest.averaging.checks import (
+    bounded_weights,
     check_weights,
     counted_samples,
     outliers,
     scale,
     scales,
+    start_refusal,
     wrong_average,
 )
+from ravnest.averaging.events import ClusterJoined, SendToCluster
+from ravnest.averaging.member import Member, MessageArrived, NodeReplied
 from ravnest.averaging.participant import (
     CommandArrived,
     Participant,
@@ -25,7 +30,8 @@ from ravnest.averaging.participant import (
     StoreAverage,
     WeightsCopied,
 )
-from ravnest.wire.messages import Prepare, Prepared, Reduced, RoundId, Start
+from ravnest.averaging.relay import RelayToNodes
+from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
 
 ROUND = RoundId(3)
 COPY = {0: torch.full((8,), 2.0)}
@@ -72,6 +78,17 @@ def test_small_parameters_may_differ_by_any_factor() -> None:
     assert wrong_average({0: 5.0}, {0: NAN}, {0: 1.0}) == "", "its own copy is damaged"
 
 
+@pytest.mark.parametrize(
+    ("found", "own", "reason"), [(150.0, 2.0, ""), (201.0, 2.0, "scale"), (1e20, 2.0, "scale")]
+)
+def test_a_coordinator_cannot_say_that_huge_parameters_are_usual(
+    found: float, own: float, reason: str
+) -> None:
+    """The Start of the coordinator said 1e30, and any finite average was applied."""
+    assert reason in wrong_average({0: found}, {0: own}, {0: 1e30})
+    assert bool(reason) == bool(wrong_average({0: found}, {0: own}, {0: 1e30}))
+
+
 def test_scales() -> None:
     assert scale(torch.tensor([3.0, 4.0])) == pytest.approx(math.sqrt(12.5))
     assert scale(torch.full((100_000,), 1e30)) > 1e29
@@ -92,6 +109,18 @@ def test_a_wrong_average_is_not_committed_and_nobody_is_left_out() -> None:
     assert decided(actions) == {0: False, 1: False, 2: False}
     assert not case.outcome.committed
     assert "NaN or Inf" in case.outcome.reason
+    assert case.outcome.missing == {}
+
+
+def test_who_refuses_an_average_is_not_left_out_while_others_wait_for_its_values() -> None:
+    case = Case(3)
+    case.request(1)
+    for _attempt in range(2):
+        for cluster in range(3):
+            case.prepared(cluster)
+        case.reduced(1, problem="refused", wrong=True)
+        case.wait(5)
+    assert not case.outcome.committed
     assert case.outcome.missing == {}
 
 
@@ -139,6 +168,73 @@ def test_the_plan_bounds_the_weight_of_a_cluster() -> None:
     case.request(1)
     case.prepared(0, samples=100)
     assert weights(case.prepared(1, samples=10**12)) == {0: 1 / 3, 1: 2 / 3}
+
+
+def test_weights_are_bounded_by_the_plan_whatever_the_pace_of_the_others() -> None:
+    planned = (1, 1, 1000)
+    assert bounded_weights({0: 0.5, 1: 0.25, 2: 0.25}, (1, 1, 1)) == {0: 0.5, 1: 0.25, 2: 0.25}
+    found = bounded_weights({0: 0.4975, 1: 0.4975, 2: 0.005}, planned)
+    assert found == pytest.approx({0: 2 / 1002, 1: 2 / 1002, 2: 998 / 1002})
+    assert sum(found.values()) == pytest.approx(1)
+    assert refusal(found, planned=planned) == ""
+    assert bounded_weights({0: 1.0, 1: 0.0}, (1, 1)) == {0: 1.0, 1: 0.0}
+    assert bounded_weights({0: 0.9, 1: 0.1}, ()) == {0: 0.9, 1: 0.1}
+
+
+OWN = Prepared(ROUND, 1, 1, 320, scales={0: 1.0})
+
+
+def refusal(
+    weights: dict[int, float],
+    own: Prepared = OWN,
+    *,
+    scales: float = 1.0,
+    assign: bool = False,
+    planned: tuple[int, ...] = (),
+    robust: bool = False,
+    live: int = 3,
+) -> str:
+    """Return why the Root of cluster 1 refuses a Start with these weights."""
+    head = Start(ROUND, weights, scales={0: scales})
+    return start_refusal(head, own, assign=assign, planned=planned, robust=robust, live=live)
+
+
+ALONE = {0: 1.0, 1: 0.0, 2: 0.0}
+
+
+def test_a_coordinator_cannot_take_the_whole_average_for_itself() -> None:
+    assert "cluster 1 has no weight" in refusal(ALONE)
+    assert refusal(ALONE, assign=True) == "", "in a final round it may have the only average"
+    for fields in ({"problem": "NaN"}, {"behind": True}, {"samples": 0}, {"scales": {0: 50.0}}):
+        assert refusal(ALONE, msgspec.structs.replace(OWN, **fields)) == ""
+    assert "sum" in refusal({0: 0.5, 1: 0.2})
+    assert "twice" not in refusal({0: 0.6, 1: 0.2, 2: 0.2}, planned=(1, 1, 1))
+    assert "2 times its planned share" in refusal({0: 0.7, 1: 0.2, 2: 0.1}, planned=(1, 1, 1))
+
+
+def test_a_coordinator_cannot_turn_the_robust_mean_off() -> None:
+    """A Start with one contributor, or two, had the plain mean."""
+    for weights_of in (ALONE, {0: 0.5, 1: 0.5, 2: 0.0}, {0: 0.5, 1: 0.5}):
+        assert "robust mean" in refusal(weights_of, robust=True)
+        assert refusal(weights_of, robust=True, live=2) == "", "this Root has lost the third itself"
+    assert refusal({0: 1 / 3, 1: 1 / 3, 2: 1 / 3}, robust=True) == ""
+    assert refusal({0: 0.0, 1: 1 / 3, 2: 1 / 3, 3: 1 / 3}, robust=True, live=4) == ""
+
+
+def test_a_root_that_refuses_a_start_says_so_and_its_nodes_do_not_average() -> None:
+    root = Member(1, [5], mode="background", reduce_factor=None, robust=True)
+    root.handle(ClusterJoined(0), 0.0)
+    root.handle(ClusterJoined(2), 0.0)
+    root.handle(MessageArrived(0, Prepare(ROUND, assign=False)), 0.0)
+    root.handle(NodeReplied(Prepared(ROUND, 1, 5, 320)), 0.0)
+    (action,) = root.handle(MessageArrived(0, Start(ROUND, ALONE)), 0.0)
+    assert isinstance(action, SendToCluster)
+    assert isinstance(action.head, Reduced)
+    assert action.head.wrong
+    assert "robust mean" in action.head.problem
+    over = root.handle(MessageArrived(0, Decision(ROUND, commit=True, reason="done")), 0.0)
+    decisions = [each.head for each in over if isinstance(each, RelayToNodes)]
+    assert decisions == [Decision(ROUND, commit=False, reason="this cluster has no average to apply")]
 
 
 @pytest.mark.parametrize("wrong", [{0: 2.0, 1: -1.0}, {0: 0.5, 1: 0.6}, {0: NAN, 1: 1.0}, {0: 0.0}])

@@ -75,6 +75,16 @@ def round_of(processes: Sequence[Process], wanted: Iterable[int]) -> RoundOutcom
     raise AssertionError(f"clusters {sorted(wanted)} are in no round: {outcome.describe()}")
 
 
+@pytest.mark.parametrize("mode", ["background", "blocking"])
+def test_every_root_says_when_a_round_begins_and_ends(
+    opened: Callable[..., list[Process]], mode: Mode
+) -> None:
+    processes = opened(mode)
+    round_of_all(processes)
+    for process in processes:
+        assert [process.rounds.get(timeout=SECONDS) for _ in range(2)] == [True, False]
+
+
 @pytest.mark.parametrize("cluster", [0, 1])
 def test_a_cluster_that_went_back_takes_the_parameters_of_the_others(
     opened: Callable[..., list[Process]], cluster: int
@@ -90,6 +100,31 @@ def test_a_cluster_that_went_back_takes_the_parameters_of_the_others(
     later = [round_of_all(processes) for _ in range(3)]
     assert not any(outcome.problems for outcome in later)
     assert any(outcome.weights[cluster] for outcome in later), "from then on it contributes"
+    end_training(processes)
+
+
+@pytest.mark.parametrize("cluster", [0, 1])
+def test_a_cluster_that_begins_again_takes_the_parameters_of_the_others(
+    opened: Callable[..., list[Process]], cluster: int
+) -> None:
+    """All its nodes were lost before their first checkpoint: it has the original weights."""
+    processes = opened()
+    round_of_all(processes)
+    restart(processes, cluster, newest=-1)
+    after = round_of(processes, [cluster])
+    assert after.weights[cluster] == 0.0
+    assert after.problems == {cluster: BEHIND}
+    end_training(processes)
+
+
+def test_the_first_round_of_a_run_has_all_clusters(opened: Callable[..., list[Process]]) -> None:
+    """Nodes that are told to continue a run, if there is one, begin one that nobody is ahead in."""
+    processes = opened()
+    for process in processes:
+        process.service.continue_from(updates=0, samples=0, newest=-1, after_loss=True)
+    first = round_of_all(processes)
+    assert not first.problems
+    assert all(first.weights.values())
     end_training(processes)
 
 

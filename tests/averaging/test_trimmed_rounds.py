@@ -140,14 +140,42 @@ def test_clusters_that_contribute_count_the_same() -> None:
 
 
 def test_of_two_clusters_it_is_the_mean() -> None:
-    case = Case(3, robust=True)
+    case = Case(2, robust=True)
     case.request(1)
     case.prepared(0, samples=320)
-    case.prepared(1, samples=640)
-    assert weights(case.prepared(2, problem="its copy has NaN")) == {0: 0.5, 1: 0.5, 2: 0.0}
-    case.all_reduce(0, 1, 2)
+    assert weights(case.prepared(1, samples=640)) == {0: 0.5, 1: 0.5}
+    case.all_reduce(0, 1)
     assert case.outcome.trimmed == 0
-    assert "(weights 0.50, 0.50, 0.00)" in case.outcome.describe()
+    assert "(weights 0.50, 0.50)" in case.outcome.describe()
+
+
+@pytest.mark.parametrize(
+    "third", [{"problem": "its copy has NaN"}, {"samples": 0}, {"scales": {0: 1e30}}, {"behind": True}]
+)
+def test_a_cluster_cannot_turn_the_robust_mean_into_a_plain_one(third: dict[str, object]) -> None:
+    """It said that its copy has NaN, and completed the sums of the other two in a ring."""
+    case = Case(3, robust=True)
+    case.request(1)
+    case.prepared(0, samples=320, scales={0: 1.0})
+    case.prepared(1, samples=640, scales={0: 1.0})
+    assert weights(case.prepared(2, **third)) == {0: 1 / 3, 1: 1 / 3, 2: 1 / 3}  # type: ignore[arg-type]
+    case.all_reduce(0, 1, 2)
+    assert case.outcome.trimmed == 1
+
+
+def test_a_round_of_fewer_clusters_than_a_robust_mean_needs_is_not_held() -> None:
+    case = Case(3, robust=True)
+    case.request(1)
+    case.prepared(0)
+    case.prepared(1)
+    case.wait(1000)
+    assert not case.outcome.committed
+    assert "only clusters 0, 1 take part, and a robust mean needs 3" in case.outcome.reason
+    case.lost(2)
+    case.request(1, updates=16)
+    case.all_prepare(0, 1)
+    case.all_reduce(0, 1)
+    assert case.outcome.committed
 
 
 # Whole services
@@ -261,14 +289,29 @@ def test_values_that_differ_between_receivers_are_not_applied(
     assert all(map(torch.equal, before, [process.weights.values for process in processes]))
 
 
-def test_two_clusters_that_are_left_average_without_the_third(opened: Opened) -> None:
+def test_two_clusters_that_are_left_average_without_the_third(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
     processes = opened(3)
     assert blocking_round(processes).trimmed == 1
     processes[2].kill()
     left = processes[:2]
+    direct: list[bool] = []
+    true = AllReduce.start
+
+    def start(self: AllReduce, of: RoundId, parts: dict[int, RingPart], on_end: object) -> None:
+        direct.extend(part.trimmed is not None for part in parts.values())
+        true(self, of, parts, on_end)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(AllReduce, "start", start)
     outcome = blocking_round(left)
-    while 2 in outcome.weights:  # the loss was noticed during the round
+    for _ in range(5):
+        if outcome.committed and 2 not in outcome.weights:
+            break  # before, one or both had not noticed the loss
+        assert 1 not in outcome.missing, "who has not noticed it yet is not to blame"
         outcome = blocking_round(left)
     assert outcome.committed, outcome.describe()
     assert outcome.trimmed == 0
+    assert direct
+    assert all(direct), "nobody sums what others sent"
     assert torch.equal(left[0].weights.values, left[1].weights.values)

@@ -32,7 +32,7 @@ from ravnest.schemas.jobs import JobSpec, NamedComponent, TrainingSpec
 from ravnest.schemas.providers import Assignment, ProviderOffer, StageNeeds
 from ravnest.server.db.records import LinkRecord
 from ravnest.server.http.app import create_app
-from ravnest.server.http.connections import limited_protocol
+from ravnest.server.http.connections import CountedListener, limited_protocol
 from ravnest.server.http.listener import listen
 from ravnest.server.scheduling.planning import PlannedJob
 from ravnest.server.server import Server
@@ -52,14 +52,20 @@ from ravnest.telemetry import (
     WorkerRecord,
 )
 
-PLAN = """6 nodes in 2 clusters train about 352 samples/s in batches of 64, schedule async.
+PLAN = """6 nodes in 2 clusters train about 94 samples/s in batches of 64, schedule async.
 
-Cluster 0: about 176 samples/s, one batch every 364 ms; the bottleneck is the compute of attic.
-  attic is the Root: layers embed to blocks.3, 31% of the work. Memory 3.1 GB of 6.0 GB.
-  office-pc is the Stem: layers blocks.4 to blocks.8, 37% of the work. Memory 2.6 GB of 8.0 GB.
-  studio is the Leaf: layers blocks.9 to head, 32% of the work. Memory 2.9 GB of 4.0 GB.
+Cluster 0: about 47 samples/s, one batch every 1.36 s; the bottleneck is the compute of {1}.
+  {0} is the Root: layers embed to blocks.3, 31% of the work. Memory 3.1 GB.
+  {1} is the Stem: layers blocks.4 to blocks.7, 37% of the work. Memory 2.6 GB.
+  {2} is the Leaf: layers blocks.9 to head, 32% of the work. Memory 2.9 GB.
+
+Cluster 1: about 47 samples/s, one batch every 1.36 s; the bottleneck is the compute of {5}.
+  {3} is the Root, {4} the Stem and {5} the Leaf, with the same layers.
 
 3 rings average the clusters."""
+"""Plan in words; names of the providers in the order of their nodes."""
+RATE = 47.0
+"""Samples per second of a cluster, in batches of 64."""
 NAMES = ("attic", "office-pc", "studio", "lab-03", "lab-07", "basement")
 OFFERS = (
     (6.0, 4, 61.0, 94.0), (8.0, 8, 118.0, 310.0), (4.0, 4, 55.0, 48.0),
@@ -186,11 +192,11 @@ def running(folder: Path, port: int = 0, settings: ServerSettings | None = None)
     server = Server(
         server_folder, planner=planner, settings=kept, check_result=lambda _files, _cluster: ""
     )
-    with server.opened(), listen("127.0.0.1", port) as listener:
+    with server.opened(), CountedListener(listen("127.0.0.1", port), server.connections) as listener:
         planner.folder = server.folder.artifacts
         config = uvicorn.Config(
             create_app(server),
-            http=limited_protocol(server.settings.connections),
+            http=limited_protocol(server.connections, server.settings.connections, listener),
             log_config=None,
             lifespan="on",
             timeout_graceful_shutdown=2,
@@ -244,7 +250,7 @@ def loss_at(update: int, noise: random.Random) -> float:
 
 
 def _staleness(update: int) -> int:
-    return 3 if 480 <= update < 530 else 2 if update >= 4 else update // 2
+    return int(update >= 2)
 
 
 def training_records(first: int, count: int, *, total: int = 2400) -> list[WorkerRecord]:
@@ -270,47 +276,63 @@ def training_records(first: int, count: int, *, total: int = 2400) -> list[Worke
     return [*found, QueueRecord(5, 6, 1)]
 
 
-_COSTS = ((0.011, 0.021, 0.004, 0.003), (0.014, 0.026, 0.005, 0.006), (0.009, 0.019, 0.0, 0.005))
-"""Seconds of each stage: forward, backward, to the next stage, to the one before."""
+_COSTS = ((0.08, 0.16, 0.09, 0.0), (0.10, 0.20, 0.19, 0.09), (0.07, 0.14, 0.0, 0.17))
+"""Seconds of each stage: forward, backward, and for how long its links to the next stage and to the one
+before are busy."""
 
 
 def _figures(update: int, total: int, noise: random.Random) -> Iterator[WorkerRecord]:
     """Yield what a Root reports every second; after a loss, the rate is low for a while."""
-    rate = (180 if 480 <= update < 520 else 352) + noise.gauss(0, 7)
-    yield PaceRecord(0, total, 346.0, (total - update) * 0.183, rate)
-    for stage, (forward, backward, to_next, to_previous) in enumerate(_COSTS):
-        cost = noise.uniform(0.95, 1.1)
-        yield TimingRecord(stage, 64, forward * cost, backward * cost, 0.0008, to_next, to_previous)
+    rate = (0.5 if 480 <= update < 520 else 1.0) * RATE + noise.gauss(0, 0.9)
+    yield PaceRecord(0, total, 0.99 * RATE, (total - update) * 64 / RATE, rate)
+    for stage, (forward, backward, following, previous) in enumerate(_COSTS):
+        cost = noise.uniform(0.95, 1.06)
+        links = (following and following + 0.02, previous and previous + 0.02, following, previous)
+        yield TimingRecord(stage, 64, forward * cost, backward * cost, 0.008, *links)
 
 
-def busy_scene(scene: Scene, updates: int = 1100) -> str:
-    """Fill a scene: a job that trains on six providers, idle ones, and jobs that wait and have ended."""
-    scene.join(*NAMES)
-    rita = scene.case.requester("rita")
+def _fail_a_job(scene: Scene, rita: Caller) -> None:
+    """Have a job diverge and fail."""
     failed = rita.post("/api/jobs", job_spec("tokenizer-probe"), 201)["id"]
     for name in NAMES:
         scene.assignment_of(name)
     sentence = "the loss is not a number after update 17; use a lower learning rate, or stop_on_nan=None"
     for name in NAMES:
         scene.report(name, [], "training")
-    for name in NAMES:
-        if scene.providers[name].heartbeat()["assignment"]:
-            scene.report(name, [], "failed", reason=sentence, cause="job")
+    for root in _placed(scene)[::3]:
+        noise = random.Random(0)
+        diverged = [LossRecord(update, 0, loss_at(update, noise), 4, 0) for update in range(17)]
+        scene.report(root, [*diverged, LossRecord(17, 0, None, 4, 0)])
     end = time.monotonic() + _SECONDS
     while rita.get(f"/api/jobs/{failed}")["state"] != "failed" and time.monotonic() < end:
+        for name in NAMES:  # a second provider has to say the same
+            assignment = scene.providers[name].heartbeat()["assignment"]
+            report = {"assignment": assignment, "phase": "failed", "reason": sentence, "cause": "job"}
+            if assignment:
+                scene.providers[name].heartbeat(report=report, known=assignment)
         time.sleep(0.05)
+
+
+def busy_scene(scene: Scene, updates: int = 1100) -> str:
+    """Fill a scene: a job that trains on six providers, idle ones, and jobs that wait and have ended."""
+    scene.join(*NAMES)
+    rita = scene.case.requester("rita")
+    _fail_a_job(scene, rita)
     job: str = rita.post("/api/jobs", job_spec("gpt-small on wiki"), 201)["id"]
     holders = _placed(scene)
     links(scene, holders)
     with scene.server.db.write(time.time()) as db:
         record = db.jobs.get(job)
         assert record is not None
-        db.jobs._set(job, plan=PLAN)
-    for name in holders:
-        scene.report(name, [PhaseRecord("train", 0)], "fetched")
-    root = holders[0]
-    scene.report(root, [ScheduleRecord("async", 4, "the stages compute longer than the links take")])
+        db.jobs._set(job, plan=PLAN.format(*holders))
+    for phase in ("fetched", "training"):
+        for name in holders:
+            scene.report(name, [PhaseRecord("train", 0)] if phase == "training" else [], phase)
+    root, other = holders[0], holders[3]
+    for each in (root, other):
+        scene.report(each, [ScheduleRecord("async", 4, "the stages compute longer than the links take")])
     for begin in range(0, updates, 100):
+        scene.report(other, training_records(begin, min(100, updates - begin)))
         scene.report(root, [
             *training_records(begin, min(100, updates - begin)),
             *([RecoveryRecord(_LOST, 480, 23, "the replica at node_0", 6.4)] if begin == 500 else []),
@@ -326,10 +348,8 @@ def busy_scene(scene: Scene, updates: int = 1100) -> str:
         scene.report(name, records, memory={"now": now, "peak": peak})
     now, peak = _MEMORY[0]
     scene.report(root, [PhaseRecord("train", 5)], memory={"now": now, "peak": peak})
-    other = holders[3]
-    scene.report(other, training_records(0, 20))
     scene.report(other, [
-        TimingRecord(stage, 64, 0.008 + stage / 500, 0.017 + stage / 400, 0.0006, 0.003, 0.004)
+        TimingRecord(stage, 64, 0.06 + stage / 50, 0.12 + stage / 40, 0.006, 0.03, 0.04, 0.02, 0.03)
         for stage in range(3)
     ])  # fmt: skip
     rita.post("/api/jobs", job_spec("vit-large on birds", min_providers=4), 201)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -12,10 +13,17 @@ from watched import TIMEOUT, Watched
 
 import ravnest
 from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.jobs import JobState
 from ravnest.telemetry import PhaseRecord, QueueRecord, RoundRecord
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 OpenPage = Callable[..., Watched]
+_HEARD = """(since) => import("/static/store.js").then(({ store, subscribe }) => new Promise((done) => {
+  const check = () => store.heard > since && done();
+  subscribe(check);
+  check();
+}))"""
+"""Script that waits for a message of the stream."""
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +88,13 @@ def test_a_failure_is_told_once_and_opens(busy: tuple[Scene, str], open_page: Op
     watched.sees("node_5 of cluster 1", ".rows .reason")
     watched.page.goto(f"{scene.url}/#/jobs/none")
     watched.sees("There is no job none", ".notice")
+    found = watched.serious_findings()
+    with scene.server.db.read() as db:
+        for state in (JobState.FAILED, JobState.SUBMITTED):
+            watched.page.goto(f"{scene.url}/#/jobs/{db.jobs.in_state(state)[0].id}")
+            watched.page.locator(".events li").first.wait_for()
+            found += watched.serious_findings()
+    assert found == []
     assert [each for each in watched.problems if "404" not in each] == []
 
 
@@ -127,6 +142,10 @@ def test_the_rings_light_up_during_a_round(
     lit = watched.page.locator(".topology .ring.active")
     playwright.expect(watched.page.locator(".topology .ring")).to_have_count(rings, timeout=TIMEOUT)
     playwright.expect(lit).to_have_count(0, timeout=TIMEOUT)
+    scene.report(root_of(scene, job), [QueueRecord(5, 6, 1, averaging=True)])
+    playwright.expect(lit).to_have_count(rings, timeout=TIMEOUT)
+    scene.report(root_of(scene, job), [QueueRecord(5, 6, 1)])
+    playwright.expect(lit).to_have_count(0, timeout=TIMEOUT)
     for name in NAMES:
         scene.report(name, [PhaseRecord("average", 5)])
     playwright.expect(lit).to_have_count(rings, timeout=TIMEOUT)
@@ -138,6 +157,24 @@ def test_the_rings_light_up_during_a_round(
     watched.sees(str(number), "section[aria-labelledby=rounds] tbody")
     playwright.expect(lit).to_have_count(0, timeout=TIMEOUT)
     assert watched.problems == []
+
+
+def last_update(scene: Scene, job: str) -> int:
+    with scene.server.db.read() as db:
+        loss = db.telemetry.last_loss(next(e for e in db.assignments.of_job(job) if e.node == 0).id)
+    assert loss is not None
+    return loss.update
+
+
+def zoom_out(page: Any, title: str) -> None:
+    """Zoom out until the whole curve is shown: then it follows new points again."""
+    everything = page.get_by_label(f"Show all: {title}")
+    playwright.expect(everything).to_be_enabled(timeout=TIMEOUT)
+    for _ in range(12):
+        if everything.is_disabled():
+            break
+        page.get_by_label(f"Zoom out: {title}").click()
+    playwright.expect(everything).to_be_disabled(timeout=TIMEOUT)
 
 
 def test_a_curve_is_zoomed_smoothed_and_scaled(busy: tuple[Scene, str], open_page: OpenPage) -> None:
@@ -155,7 +192,11 @@ def test_a_curve_is_zoomed_smoothed_and_scaled(busy: tuple[Scene, str], open_pag
         page.mouse.down()
         page.mouse.move(box["x"] + 160, box["y"] + 60, steps=4)
         page.mouse.up()
-    page.get_by_label("Show all: Loss").click()
+    with page.expect_request(lambda request: "first=" in request.url and "curves" in request.url):
+        scene.report(root_of(scene, job), training_records(last_update(scene, job) + 1, 3))
+    zoom_out(page, "Loss")
+    page.get_by_label("Zoom in: Samples per second").click()
+    zoom_out(page, "Samples per second")
     page.get_by_label("Logarithmic").check()
     page.get_by_label("Smoothing").fill("0.6")
     plot = page.locator(".plot").first
@@ -204,8 +245,10 @@ def test_an_admin_creates_a_token_and_cancels_a_job(
     playwright.expect(chosen).to_have_count(0)
     page.goto(f"{scene.url}/#/jobs/{job}")
     page.get_by_role("button", name="Cancel job").click()
+    found = watched.serious_findings()
     page.get_by_role("button", name="Yes, cancel").click()
     watched.sees("cancelled", ".head")
+    assert found + watched.serious_findings() == []
     page.get_by_role("button", name="Resubmit like this").click()
     page.get_by_role("button", name="Yes, submit").click()
     page.wait_for_url(lambda url: "#/jobs/job-" in url and not url.endswith(job))
@@ -220,12 +263,18 @@ def test_it_survives_a_restart_of_the_server(tmp_path: Path, open_page: OpenPage
     watched = open_page()
     page = watched.page
     with running(tmp_path) as scene:
-        scene.join("attic")
+        page.goto(scene.url)
+        watched.sees("This page is for members")
+        found = watched.serious_findings()
         page.goto(scene.link())
+        watched.sees("No providers yet")
+        found += watched.serious_findings()
+        scene.join("attic")
         watched.sees("attic", "tbody")
         port = int(urlsplit(scene.url).port or 0)
     watched.sees("Disconnected", "[role=alert]")
     assert "old" in page.locator("main").get_attribute("class")
+    assert found + watched.serious_findings() == []
     with running(tmp_path, port) as scene:
         watched.sees("Live", ".connection")
         scene.join("cellar")
@@ -233,6 +282,47 @@ def test_it_survives_a_restart_of_the_server(tmp_path: Path, open_page: OpenPage
         (admin,) = (each.id for each in scene.server.auth.members() if each.name == "browser")
         scene.server.revoke(admin)
         page.get_by_text("You are logged out").wait_for()
+
+
+def test_a_hidden_page_rests_until_it_is_seen(busy: tuple[Scene, str], open_page: OpenPage) -> None:
+    scene, _ = busy
+    watched = open_page()
+    page = watched.page
+    page.clock.install()
+    page.add_init_script("Object.defineProperty(document, 'hidden', {get: () => window.isUnseen})")
+    page.goto(scene.link())
+    watched.sees("Live", ".connection")
+    page.evaluate("isUnseen = true; document.dispatchEvent(new Event('visibilitychange'))")
+    for _ in range(2):
+        page.clock.fast_forward(10_000)
+        now = page.evaluate("performance.now()")
+        scene.server.notifications.notify(("page", ""))
+        page.evaluate(_HEARD, now)  # otherwise it would be called silent before it rests
+    page.clock.fast_forward(11_000)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    for _ in range(3):
+        page.clock.fast_forward(31_000)
+    assert asked == []
+    with page.expect_request("**/page/stream"):
+        page.evaluate("isUnseen = false; document.dispatchEvent(new Event('visibilitychange'))")
+    watched.sees("Live", ".connection")
+    assert watched.problems == []
+
+
+def test_a_page_without_a_place_says_why(busy: tuple[Scene, str], open_page: OpenPage) -> None:
+    scene, _ = busy
+    watched = open_page()
+    page = watched.page
+    page.goto(scene.link())
+    watched.sees("Live", ".connection")
+    page.route("**/page/stream", lambda route: route.fulfill(status=429, json={"detail": "no place"}))
+    words = {"id": "x", "name": "x", "role": "viewer", "refusal": "too many browsers watch this server"}
+    page.route("**/page/whoami", lambda route: route.fulfill(json=words))
+    page.reload()
+    watched.sees("Too many browsers watch this server", "[role=alert]")
+    watched.sees("there is nothing to show yet", "[role=alert]")
+    assert watched.serious_findings() == []
 
 
 def test_a_real_run_is_shown(tmp_path: Path, open_page: OpenPage) -> None:

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from ravnest import __version__
 from ravnest.cli.app import app, main
 from ravnest.split import Split, StageModule, split
-from ravnest.store.node_spec import write_node
 from ravnest.store.trained import save_trained
 
 ROOT = Path(__file__).parents[2]
@@ -393,40 +392,3 @@ def test_fuse_names_the_missing_stage(
     assert "lacks stage 1 of 2: it has stage 0 (node_0)" in ended.err
     assert len(ended.err.splitlines()) == 1
     assert not (project / "trained" / "trained_state_dict.pt").exists()
-
-
-# --- launch --------------------------------------------------------------------------------------
-
-
-def test_launch_runs_the_script_for_each_node(
-    project: Path, ravnest: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for number in range(2):
-        write_node(project / "elsewhere", node_file(number))
-    (project / "provider.py").write_text(
-        "import sys\nprint(sys.argv[1:])\nsys.exit(sys.argv[1] == 'node_1')"
-    )
-    ended = ravnest("launch", "--folder", "elsewhere", "provider.py", "--folder", "x", "-v", "y")
-    assert ended.code == 1
-    *lines, last = ended.out.splitlines()
-    assert sorted(lines) == [f"node_{n} | ['node_{n}', '--folder', 'x', '-v', 'y']" for n in range(2)]
-    assert last == "node_1 failed: exit code 1"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nothere.py"], "there is no script nothere.py"),
-        (["targets.py"], "node_data holds no nodes: run clusterize() first"),
-        (["--folder", "far", "targets.py"], "no node of far has an address of this machine"),
-    ],
-)
-def test_launch_names_what_is_missing(
-    project: Path, ravnest: Callable[..., Ended], arguments: list[str], message: str
-) -> None:
-    write_node(project / "far", node_file(0, address="192.0.2.1:8080"))
-    ended = ravnest("launch", *arguments)
-    assert (ended.code, ended.out) == (1, "")
-    assert ended.err.startswith(f"error: {message}")
-    assert ended.err.count("\n") == 1

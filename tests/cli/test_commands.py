@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import re
 import subprocess
@@ -29,6 +30,7 @@ from ravnest.cli.submit import load_job
 from ravnest.client.handle import JobHandle
 from ravnest.client.submission import upload_job
 from ravnest.http.credentials import memberships
+from ravnest.logs.json_lines import JsonFormatter
 from ravnest.plan.node_configs import read_node_configs
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import EventView, JobState, JobView
@@ -292,6 +294,17 @@ def test_status_waits_for_a_job_that_fails(
     assert "name the job to wait for" in ravnest("status", "--wait").err
 
 
+def test_status_watches_the_only_job(ravnest: Command, job: str, provider: ScriptedProvider) -> None:
+    with in_background(provider.finish):
+        ended = ravnest("status", "--watch")
+    assert ended.code == ExitCode.OK
+    assert f"({job}) of" in ended.out
+    assert "done" in ended.err
+    assert "no job runs" in ravnest("status", "--watch").err
+    quiet = ravnest("status", job, "--watch", "--quiet")
+    assert (quiet.code, quiet.err) == (ExitCode.OK, "")
+
+
 def test_ctrl_c_says_what_happens_to_the_job(
     ravnest: Command, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -545,6 +558,37 @@ def test_submit_as_json_is_a_stream_of_lines(ravnest: Command, server: JobServer
     assert changes[-1]["progress"]["updates"] == 2
     assert model["path"].endswith("trained_state_dict.pt")
     assert model["job"] == changes[0]["job"]
+
+
+@pytest.mark.usefixtures("targets")
+def test_submit_logs_as_json(
+    ravnest: Command, server: JobServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = logging.StreamHandler()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    with server.provider() as provider:
+
+        def script() -> None:
+            provider.take_assignment()
+            provider.report("training", ScheduleRecord("sync", 4, "each batch is split"))
+            provider.report("training", loss_record(0, 0.5), validation_record(0, 0.75))
+            provider.finish()
+
+        with in_background(script):
+            ended = ravnest("submit", "targets:job", "--log-format=json")
+    assert ended.code == ExitCode.OK, ended.err
+    assert ended.out.strip().endswith("trained_state_dict.pt")
+    first, *lines = [json.loads(line) for line in ended.err.splitlines()]
+    assert first["event"] == "submitted"
+    assert {line["subject"] for line in lines} == {first["subject"]}
+    changes = [line for line in lines if line["event"] == "job"]
+    assert changes[-1]["after"] == "done"
+    assert [each["before"] for each in changes[1:]] == [each["after"] for each in changes[:-1]]
+    figures = [line for line in lines if line["event"] == "progress"]
+    assert (figures[-1]["loss"], figures[-1]["validation"]) == (0.5, 0.75)
+    schedules = [line["message"] for line in lines if line["event"] == "schedule"]
+    assert isinstance(handler.formatter, JsonFormatter)
+    assert schedules == ["schedule sync, 4 micro-batches per batch: each batch is split"]
 
 
 @pytest.mark.usefixtures("targets")

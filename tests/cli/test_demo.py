@@ -23,6 +23,8 @@ from ravnest.client.local_providers import LocalProviders
 from ravnest.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
+MOST_SECONDS = 60.0
+"""From a kill until training goes on; some 10 s on a quiet machine."""
 
 
 @pytest.fixture
@@ -101,6 +103,25 @@ def test_the_demo_trains_and_leaves_only_the_model(tmp_path: Path) -> None:
     model = network()
     model.load_state_dict(state)
     assert accuracy(model, digits.digits()[1]) == pytest.approx(float(found[1]) / 100, abs=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("environment")
+def test_a_provider_of_the_demo_is_killed_and_training_goes_on(tmp_path: Path) -> None:
+    with demo(tmp_path, "--kill", "--providers=2", "--epochs=5") as process:
+        shown, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, shown
+    assert "With --kill it trains 40 epochs, not 5" in shown
+    before, _, after = shown.partition(" is killed now")
+    assert after, shown
+    taker = re.search(r"(provider-\d) \| node_\d, .*: starts training", after)
+    assert taker, shown
+    assert taker[1] != before.split()[-1], "the spare takes the place"
+    told = re.search(r"([\d.]+) s after the kill: node_\d: training continues from update", after)
+    assert told, shown
+    assert float(told[1]) < MOST_SECONDS, "a bound for a busy machine"
+    assert leftovers(tmp_path) == ["ravnest-demo/trained_state_dict.pt"]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from ravnest.telemetry import (
     LossRecord,
     PaceRecord,
     PhaseRecord,
+    ScheduleRecord,
     TimingRecord,
     ValidationRecord,
 )
@@ -30,7 +31,9 @@ def test_pipeline_figures_and_curve_are_shown() -> None:
     view.add("node_0", PaceRecord(1, 10, 300.0, 75.0, recent=512.0))
     view.add("node_0", ValidationRecord(0, 1, "accuracy", 0.5, 8))
     view.add("node_0", TimingRecord(1, 8, 0.002, 0.003, 0.0, 0.0, 0.0))
-    pipeline, figures, bar, *curve = view.lines(200)
+    view.add("node_0", ScheduleRecord("sync", 4, "it is exact"))
+    pipeline, figures, schedule, bar, *curve = view.lines(200)
+    assert schedule.strip() == "schedule sync, 4 micro-batches per batch: it is exact"
     assert pipeline == "cluster 0: node_0 (Root) → node_1 (Stem, 5 ms) → node_2 (Leaf)"
     assert figures.strip() == (
         "epoch 2, update 5 of 10, loss 1.2500, validation accuracy 0.5000, 512 samples/s, 1:15 left"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,19 @@ def job():
         epochs=5, batch_size=8, clusters=1, min_providers=2, name="learn",
     )
 """
+
+
+def _spans_by_row(document: dict[str, Any]) -> dict[str, dict[str, set[str]]]:
+    """Return the names of the spans of a trace by node and thread row."""
+    events = document["traceEvents"]
+    named = [each for each in events if each["name"] in ("process_name", "thread_name")]
+    names = {(each["name"], each["pid"], each["tid"]): each["args"]["name"] for each in named}
+    found: dict[str, dict[str, set[str]]] = {}
+    for each in events:
+        if each["ph"] == "X":
+            node = found.setdefault(names["process_name", each["pid"], 0], {})
+            node.setdefault(names["thread_name", each["pid"], each["tid"]], set()).add(each["name"])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +90,15 @@ def test_a_model_is_trained_by_three_commands(shared_world: World, crew: list[Pr
     before = torch.nn.functional.cross_entropy(model(inputs), labels)
     model.load_state_dict(torch.load(world.folder / "got" / "trained_state_dict.pt", weights_only=True))
     assert torch.nn.functional.cross_entropy(model(inputs), labels) < 0.7 * before
+
+    trace = world.command("trace", view.id, "--output=trace.json")
+    assert trace.process.wait(DEADLINE) == 0, trace.lines
+    rows = _spans_by_row(json.loads((world.folder / "trace.json").read_text()))
+    for title in ("cluster 0, stage 0", "cluster 0, stage 1"):
+        (own,) = [spans for row, spans in rows.items() if row.startswith(title)]
+        assert {"forward", "backward", "optimizer step"} <= own["compute"]
+        links = {row: spans for row, spans in own.items() if row.startswith(("to node_", "from node_"))}
+        assert "Forward" in set().union(*links.values()), own
 
     nodes = world.command("nodes", "--write")
     assert nodes.process.wait(DEADLINE) == 0, nodes.lines

@@ -21,6 +21,7 @@ HOSTILE_FLOATS = (0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan"
 FLOATS = (torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int64, torch.uint8, torch.int8, torch.int16)
 OTHERS = (torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn)
+SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 SIZES = (0, 1, 1, 2, 2, 3, 3, 4, 5, 7, 8, 16, 17, 33)
 LARGEST = 20_000
 """Most elements of a tensor."""
@@ -136,6 +137,8 @@ class _Planner:
         while _product(self._common) > LARGEST:
             self._common = self._common[1:]
         self._backward = draw.random() < 0.4
+        self._extremes = self._dtype in SIGNED and draw.random() < 0.4
+        """All elements are ends of the integers or small, so that each pair of them meets."""
 
     def plan(self, number: int) -> CallPlan:
         args: list[Any] = []
@@ -272,6 +275,9 @@ class _Planner:
             dtype = torch.int32
         if self._hostile():
             dtype = self._draw.choice((*FLOATS, *INTEGERS, *OTHERS))
+        if self._extremes and shape is None and bound is None and dtype in SIGNED:
+            sizes = self._related()
+            return TensorPlan(dtype, sizes, self._strides(sizes), 0, values=self._ends(dtype))
         sizes = (
             self._related() if shape is None else tuple(self._value_of(part) for part in shape.split())
         )
@@ -289,6 +295,11 @@ class _Planner:
             hostile=self._hostile(),
             gradient=self._backward and floating and not written and self._draw.random() < 0.8,
         )
+
+    def _ends(self, dtype: torch.dtype) -> tuple[int, ...]:
+        found = torch.iinfo(dtype)
+        values = [found.min, found.max, found.min + 1, -1, 0, 1, 7, -2]
+        return tuple(self._draw.sample(values, len(values)))
 
     def _values(self, text: str) -> TensorPlan:
         """Return a vector of these integers, some replaced by hostile ones."""

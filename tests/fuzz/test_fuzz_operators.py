@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_plans import CallPlan, TensorPlan
+from call_plans import SIGNED, CallPlan, TensorPlan, plan_call
 from canaries import check_call
 
 from ravnest.split.operator_guards import executable
@@ -37,6 +37,32 @@ def test_no_operator_leaves_its_tensors(tmp_path: Path) -> None:
     found = json.loads(result.read_text())
     assert found["calls"] == 3000
     assert found["outcomes"]["value"] > 1000, "most calls were refused: the fuzzer tests nothing"
+
+
+@pytest.mark.parametrize("dtype", SIGNED)
+def test_the_ends_of_the_integers_meet(dtype: torch.dtype) -> None:
+    """The lowest integer with 7, or with the largest one, ended the process in ``lcm``."""
+    found = torch.iinfo(dtype)
+    wanted = {(found.min, other) for other in (-1, 0, 7, found.max, found.min)}
+    operator = torch.ops.aten.mul.Tensor
+    for number in range(3000):
+        args = plan_call("aten::mul.Tensor", operator, 1, number).args
+        plans = [each for each in args if isinstance(each, TensorPlan) and each.dtype == dtype]
+        if len(plans) == 2 and all(each.values for each in plans):
+            pairs = torch.broadcast_tensors(*(_made(each) for each in plans)) if _fit(*plans) else ()
+            wanted -= set(zip(*(each.flatten().tolist() for each in pairs), strict=True))
+    assert not wanted
+
+
+def _made(plan: TensorPlan) -> torch.Tensor:
+    count = plan.extent
+    values = torch.tensor(plan.values).repeat(count // len(plan.values) + 1)[:count]
+    return values.as_strided(plan.sizes, plan.strides)
+
+
+def _fit(first: TensorPlan, second: TensorPlan) -> bool:
+    pairs = zip(reversed(first.sizes), reversed(second.sizes), strict=False)
+    return all(a == b or 1 in (a, b) for a, b in pairs)
 
 
 def reading(distance: int) -> Callable[[torch.Tensor], torch.Tensor]:

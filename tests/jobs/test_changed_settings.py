@@ -136,3 +136,11 @@ def test_parameters_that_need_more_memory_are_refused() -> None:
     with pytest.raises(JobError, match="SGD keeps 1 numbers for each weight instead of 0"):
         changed(plain, optimizer_params={"momentum": 0.9})
     assert changed(spec(), optimizer_params={"momentum": 0.0}).training.epochs == 4
+
+
+def test_a_cycle_of_torch_must_last_for_the_new_number_of_updates() -> None:
+    cycle = NamedComponent(name="OneCycleLR", params={"max_lr": 0.1, "total_steps": 16})
+    old = spec(cycle, lr_step_on_epoch_change=False)
+    assert changed(old, lr=0.5).training.scheduler == cycle
+    with pytest.raises(JobError, match="given 16 steps, and the job makes 32, after each update"):
+        changed(old, epochs=8)

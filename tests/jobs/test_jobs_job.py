@@ -21,10 +21,15 @@ from ravnest.jobs.job import Job
 from ravnest.jobs.metrics import load_metrics
 from ravnest.jobs.model import check_weights, read_units
 from ravnest.jobs.packing import PackedJob, pack_job
+from ravnest.plan.node_configs import NodeConfig
+from ravnest.plan.plan import Plan
+from ravnest.plan.planner import make_plan
+from ravnest.plan.profile import ModelProfile
 from ravnest.runtime.stage.validation_metrics import choose_metrics
 from ravnest.schemas.jobs import BestRule, GraphLoss, JobSpec, NamedComponent, StoppingRule
 from ravnest.server.assignments import needed_files
 from ravnest.store.files import sha256_of
+from ravnest.types import Address
 
 
 def _model() -> nn.Module:
@@ -370,3 +375,73 @@ def test_wrong_metrics_are_found_before_upload(
     validation = (torch.randn(9, 4), torch.randint(0, 3, (9,)))
     with pytest.raises(JobError, match=message):
         pack_job(_job(**({"val_data": validation} | changes)), tmp_path)
+
+
+def _contrastive(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Compare each sample with the mean of its batch."""
+    return cross_entropy(output - output.mean(0), labels)
+
+
+def _splittable(**changes: Any) -> Job:
+    torch.manual_seed(0)
+    return _job(model=nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), **changes)
+
+
+def _packed_profile(job: Job, folder: Path) -> ModelProfile:
+    packed = pack_job(job, folder)
+    _files_exist(packed)
+    return read_units(packed.files[packed.spec.model.units.sha256]).profile
+
+
+def test_a_loss_that_couples_samples_is_planned_with_whole_batches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    profile = _packed_profile(_splittable(criterion=_contrastive), tmp_path)
+    assert profile.smallest_rows is None
+    assert "it compares samples with each other" in profile.unsplit_reason
+    assert profile.unsplit_reason in caplog.text, "told before the upload"
+    nodes = [NodeConfig(n, Address("127.0.0.1", 8080 + n), 4, 100, 10) for n in range(2)]
+    plan = make_plan(profile, nodes)
+    assert isinstance(plan, Plan)
+    assert plan.schedule == "async"
+    assert profile.unsplit_reason in plan.clusters[0].split_reason
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(ignore_index=2), nn.CrossEntropyLoss(reduction="sum")],
+)
+def test_losses_that_are_means_or_sums_leave_batches_splittable(
+    criterion: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert _packed_profile(_splittable(criterion=criterion), tmp_path).smallest_rows == 1
+    assert not caplog.records
+
+
+def _one_cycle(each_epoch: bool, **params: int) -> Job:
+    """50 samples in batches of 6, twice: 18 updates."""
+    return _job(
+        batch_size=6,
+        epochs=2,
+        lr_scheduler=torch.optim.lr_scheduler.OneCycleLR,
+        lr_scheduler_params={"max_lr": 0.1, **params},
+        lr_step_on_epoch_change=each_epoch,
+    )
+
+
+@pytest.mark.parametrize("params", [{"total_steps": 17}, {"epochs": 2, "steps_per_epoch": 8}])
+def test_a_cycle_that_ends_before_the_training_is_refused(
+    params: dict[str, int], tmp_path: Path
+) -> None:
+    with pytest.raises(JobError, match=r"given 1[67] steps, and the job makes 18, after .*=18"):
+        pack_job(_one_cycle(False, **params), tmp_path)
+
+
+def test_a_cycle_that_hardly_begins_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pack_job(_one_cycle(False, total_steps=18), tmp_path / "right")
+    assert not caplog.records
+    pack_job(_one_cycle(True, total_steps=18), tmp_path / "wrong")
+    assert "given 18 steps, and the job makes 2, once per epoch" in caplog.text
+    assert "lr_step_on_epoch_change=False and total_steps=18" in caplog.text

@@ -7,7 +7,12 @@ import os
 
 import pytest
 
-from ravnest.logs.record_stream import RECORDS_VARIABLE, RecordStream, launched_sink
+from ravnest.logs.record_stream import (
+    PROGRESS_VARIABLE,
+    RECORDS_VARIABLE,
+    RecordStream,
+    launched_sink,
+)
 from ravnest.runtime.settings import NodeSettings
 from ravnest.telemetry import PhaseRecord, WorkerRecord
 
@@ -27,12 +32,13 @@ def test_without_a_launcher_the_sink_stays(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(RECORDS_VARIABLE, "9999")
     assert launched_sink(own) is own, "the pipe is not there"
     assert NodeSettings().progress
+    monkeypatch.setenv(PROGRESS_VARIABLE, "0")
+    assert not NodeSettings().progress, "the launcher shows the progress"
 
 
 def test_records_reach_the_launcher_and_the_sink_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     source, end = os.pipe()
     monkeypatch.setenv(RECORDS_VARIABLE, str(end))
-    assert not NodeSettings().progress, "the launcher shows the progress"
     own, record = _Kept(), PhaseRecord("train", 2)
     both = launched_sink(own)
     assert both is not None

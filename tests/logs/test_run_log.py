@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ravnest.errors import SettingsError
+from ravnest.logs import background
 from ravnest.logs.callbacks import Callbacks
 from ravnest.logs.event_file import EventFile, _masked, crc32c
 from ravnest.logs.run_log import METRICS, RECORDS, RunLog
@@ -75,6 +76,10 @@ def test_figures_have_names_that_group_them() -> None:
     assert scalars_of(LossRecord(1, 0, 2.5, 4, 1)) == known
     assert scalars_of(LossRecord(1, 0, 2.5, 4, 1, 0.01)) == [*known, ("train/learning_rate", 0.01)]
     assert scalars_of(RoundRecord(1, 1, "background", False, (), 0.5, 0, "why")) == []
+    assert scalars_of(ValidationRecord(0, 1, "accuracy", 0.75, 100, {"accuracy": 0.75, "f1": 0.5})) == [
+        ("validation/accuracy", 0.75),
+        ("validation/f1", 0.5),
+    ]
     assert scalars_of(RECORDS_OF_A_RUN[6])[0] == ("stage_1/forward_ms", 1.0)
 
 
@@ -104,6 +109,44 @@ def test_a_run_is_logged_and_continued(tmp_path: Path) -> None:
         assert len(found) == len(with_figures), "one event for each record"
         for event, record in zip(found, with_figures, strict=True):
             assert all(name.encode() in event for name, _ in scalars_of(record))
+
+
+def test_records_are_written_at_once_with_their_own_times(tmp_path: Path) -> None:
+    class Counted(RunLog):
+        calls = 0
+
+        def flush(self) -> None:
+            super().flush()
+            self.calls += 1
+
+    with Counted(tmp_path) as log:
+        for update in range(50):
+            log.emit(LossRecord(update, 0, 1.0, 1, 0), at=100.0 + update)
+        log.emit(ValidationRecord(0, 1, 'top 5, "all"', 0.5, 10), at=200.0)
+    assert log.calls <= 3, "not once for each record"
+    with (tmp_path / METRICS).open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    losses = [row for row in rows if row["name"] == "train/loss"]
+    assert [float(row["time"]) for row in losses] == [100.0 + update for update in range(50)]
+    assert rows[-1]["name"] == 'validation/top 5, "all"'
+
+
+def test_a_callback_that_hangs_does_not_hold_up_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    class Hanging(Callbacks):
+        def on_update(self, record: LossRecord) -> None:
+            entered.set()
+            release.wait(60)
+
+    hanging = Hanging()
+    for _ in range(background._MOST + 3):
+        hanging.emit(RECORDS_OF_A_RUN[1])
+    assert entered.wait(60)
+    with caplog.at_level(logging.WARNING):
+        hanging.close(timeout=0.01)
+    release.set()
+    assert "records were dropped" in caplog.text or "not ended after 0.01 s" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from plan_cases import chain, load_benchmark, node, planned, unit
 
 from ravnest.errors import PlanError
+from ravnest.plan.cluster_cost import COST_EXPONENT
 from ravnest.plan.cost import ModelCosts
 from ravnest.plan.explain import explain
 from ravnest.plan.infeasible import Infeasible
@@ -355,6 +356,44 @@ def test_a_single_cluster_needs_no_memory_for_averaging() -> None:
     assert all(stage.memory.averaging == 2 * stage.memory.weights for stage in roomy.stages)
     frugal = planned(chain(4, weight=10**9), nodes, averaging=0)
     assert len(frugal.clusters) == 2
+
+
+def test_clusters_are_made_only_if_a_loss_is_reached_sooner() -> None:
+    """Two clusters of equal nodes have the rate of one pipeline, and need more samples."""
+    nodes = [node(k) for k in range(4)]
+    profile = chain(8, rows=1, work=1e10, crossing=10**6)
+    single, several = (planned(profile, nodes, clusters=count) for count in (1, 2))
+    assert single.samples_per_second < several.samples_per_second
+    assert planned(profile, nodes) == single
+    slow_links = [node(k, bandwidth=1) for k in range(4)]
+    assert len(planned(profile, slow_links).clusters) == 2
+    assert several.loss_rate == pytest.approx(several.samples_per_second / 2**COST_EXPONENT)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_other_number_of_clusters_reaches_a_loss_sooner(seed: int) -> None:
+    rng = planning.random.Random(100 + seed)
+    case = planning.random_case(rng, 4 + seed % 3)
+    profile = replace(case.profile, smallest_rows=1 if seed % 2 else None)
+    found = make_plan(profile, case.nodes)
+    singles = [None if isinstance(found, Infeasible) else _singles(found)]
+    for count in range(1, len(case.nodes) // 2 + 1):
+        other = make_plan(profile, case.nodes, clusters=count)
+        if isinstance(other, Plan):
+            assert isinstance(found, Plan)
+            if [_singles(other)] == singles:
+                assert other.loss_rate <= 1.001 * found.loss_rate
+
+
+def _singles(plan: Plan) -> int:
+    return sum(len(cluster.stages) == 1 for cluster in plan.clusters)
+
+
+def test_a_large_pool_has_fewer_clusters_if_that_reaches_a_loss_sooner() -> None:
+    profile, nodes = chain(24, rows=1), [node(k) for k in range(12)]
+    plan, pairs = planned(profile, nodes), planned(profile, nodes, clusters=6)
+    assert len(plan.clusters) < 6
+    assert plan.loss_rate > pairs.loss_rate
 
 
 def test_too_few_clusters_for_the_ram() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from plan_cases import chain, node, planned
 
+from ravnest.plan.infeasible import Infeasible
+from ravnest.plan.links import LinkFigures, MeasuredLink
 from ravnest.plan.microbatches import (
     FAR,
     NEAR,
@@ -15,6 +18,8 @@ from ravnest.plan.microbatches import (
     cycle_seconds,
     delayed_seconds,
 )
+from ravnest.plan.plan import Plan
+from ravnest.plan.planner import make_plan
 from ravnest.plan.schedule_choice import DELAY_COST, delay_pays
 
 
@@ -65,6 +70,57 @@ def test_the_number_of_micro_batches_is_good_on_near_and_far_links(stages: int, 
     for fixed in (NEAR, FAR):
         best = min(cycle_seconds(times, count, fixed=fixed) for count in range(1, 65))
         assert cycle_seconds(times, chosen, fixed=fixed) <= 1.07 * best
+
+
+@pytest.mark.parametrize(("delay", "pays"), [(None, False), (0.005, False), (0.1, True)])
+def test_measured_delays_of_distant_nodes_count(delay: float | None, pays: bool) -> None:
+    """Three stages of 40 ms wait for 400 ms of links; short delays leave small models exact."""
+    stages = [replace(each, latency=delay) for each in _equal(3, compute=0.04)]
+    assert delay_pays([stages], 32) == pays
+
+
+def test_a_plan_for_links_of_100_ms_overlaps_batches() -> None:
+    nodes = [node(k) for k in range(3)]
+    far = LinkFigures({pair: MeasuredLink(1000, 0.1) for pair in ((0, 1), (1, 2), (0, 2))})
+    plan = planned(chain(6, rows=1), nodes, clusters=1, links=far)
+    assert plan.schedule == "async"
+    assert planned(chain(6, rows=1), nodes, clusters=1).schedule == "sync"
+
+
+@pytest.mark.parametrize("rows", [None, 1])
+def test_the_schedule_of_the_user_is_planned(rows: int | None) -> None:
+    """With two versions of the weights and the activations of two batches, or with one of each."""
+    profile = chain(9, rows=rows, weight=10**8, activation=10**7)
+    nodes = [node(k) for k in range(3)]
+    late, exact = (planned(profile, nodes, clusters=1, schedule=s) for s in ("async", "sync"))
+    assert (late.schedule, exact.schedule) == ("async", "sync")
+    assert [s.memory.versions / s.memory.weights for s in late.stages] == [1, 1, 0]
+    assert not any(stage.memory.versions for stage in exact.stages)
+    assert late.clusters[0].in_flight == 2 * late.clusters[0].microbatches
+    assert all(
+        a.memory.total > b.memory.total for a, b in zip(late.stages[:2], exact.stages, strict=False)
+    )
+    tight = [node(k, ram=1.01 * max(s.memory.total for s in exact.stages) / 1e9) for k in range(3)]
+    assert isinstance(make_plan(profile, tight, clusters=1, schedule="sync"), Plan)
+    assert isinstance(make_plan(profile, tight, clusters=1, schedule="async"), Infeasible)
+    reason = (late if rows else exact).clusters[0].split_reason
+    assert reason.endswith(f"because schedule='{'async' if rows else 'sync'}'")
+
+
+def test_a_plan_says_that_memory_forbids_an_overlap() -> None:
+    profile = chain(3, rows=32, weight=10**9)
+    (cluster,) = planned(profile, [node(k, ram=5.5) for k in range(3)], clusters=1).clusters
+    assert cluster.split_reason.endswith("; two batches that overlap would be faster, but RAM is short")
+
+
+def test_a_plan_says_that_memory_forbids_larger_micro_batches() -> None:
+    profile = chain(4, rows=1, weight=10**6, activation=10**9)
+    (roomy,) = planned(profile, [node(0, ram=5)]).clusters
+    assert "RAM" not in roomy.split_reason
+    (tight,) = planned(profile, [node(0, ram=1.5)]).clusters
+    assert tight.split_reason == (
+        "each batch of 32 is split into 4 micro-batches of 8, because RAM is short"
+    )
 
 
 def test_a_plan_trains_single_samples_with_a_delay() -> None:

@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from ravnest.deadlines import HANDOVER, LEAVE_ANSWER, POLL_WAIT, REPORT_INTERVAL
+from ravnest.deadlines import (
+    HANDOVER,
+    LAST_UPLOAD,
+    LEAVE_ANSWER,
+    POLL_WAIT,
+    REPORT_INTERVAL,
+    ROOT_REPORT_INTERVAL,
+)
 from ravnest.errors import JobEndedError, ServerRefusedError
 from ravnest.provider import assignment_progress
 from ravnest.provider.agent import Agent
@@ -425,6 +432,20 @@ def test_records_are_reported_from_the_first_unknown_one_and_not_too_often(scene
     assert (scene.report.first_record, scene.report.records) == (2, (third,))
 
 
+@pytest.mark.parametrize(
+    ("is_root", "interval"), [(True, ROOT_REPORT_INTERVAL), (False, REPORT_INTERVAL)]
+)
+def test_a_root_reports_more_often(scene: Scene, is_root: bool, interval: float) -> None:
+    scene.train(is_root=is_root)
+    scene.give(RecordsReceived("a", losses(3.0)))
+    scene.answer_report("a", known=1)
+    scene.give(RecordsReceived("a", losses(2.0)))
+    scene.later(0.9 * interval)
+    assert not any(beat.report for beat in scene.sent.values())
+    scene.later(0.1 * interval)
+    assert scene.report.first_record == 1
+
+
 def test_records_are_reported_again_until_they_are_acknowledged(scene: Scene) -> None:
     scene.train()
     records = losses(3.0, 2.0)
@@ -435,6 +456,21 @@ def test_records_are_reported_again_until_they_are_acknowledged(scene: Scene) ->
     scene.answer_report("a", known=0)  # the server lost some
     scene.later(REPORT_INTERVAL)
     assert (scene.report.first_record, scene.report.records) == (0, records)
+
+
+def test_a_restarted_provider_reports_behind_the_records_of_the_process_before() -> None:
+    scene = Scene(begun=["a"])
+    scene.give(OfferAccepted())
+    assert scene.answer(scene.poll, "a", known=50) == [Fetch("a")]
+    scene.answer_report("a", known=50)
+    scene.give(Fetched("a", is_root=True, node_title=TITLE))
+    scene.later(1)
+    assert scene.answer_report("a", known=50, may_train=True) == [StartWorker("a")]
+    scene.answer_report("a", known=50, may_train=True)
+    scene.later(REPORT_INTERVAL)
+    records = losses(3.0, 2.0, 1.0)
+    scene.give(RecordsReceived("a", records))
+    assert (scene.report.first_record, scene.report.records) == (50, records)
 
 
 def test_a_lost_report_is_sent_again(scene: Scene) -> None:
@@ -754,10 +790,10 @@ def test_a_provider_that_leaves_works_until_another_one_has_its_files(scene: Sce
     scene.train()
     scene.give(InterruptReceived())
     assert scene.answer_report("a", may_leave=False) == []
-    for _ in range(2):
+    for known in (1, 2):
         scene.later(REPORT_INTERVAL)
         scene.give(RecordsReceived("a", losses(1.0)))
-        assert scene.answer_report("a", may_leave=False) == []
+        assert scene.answer_report("a", known=known, may_leave=False) == []
     scene.later(REPORT_INTERVAL)
     assert scene.order(None) == [Stop("a", hand_over=True)]
     expected = [Discard("a"), Leave("its owner stopped it")]
@@ -796,6 +832,92 @@ def test_a_training_that_ends_while_its_provider_wants_to_leave_is_kept(scene: S
     assert Upload("a") in actions
     assert actions[-1] == Stop("a")
     assert scene.give(Uploaded("a", failure="stopped")) == [Leave("its owner stopped it")]
+
+
+def test_a_provider_that_leaves_reports_its_last_records_first(scene: Scene) -> None:
+    scene.train()
+    scene.give(InterruptReceived())
+    scene.answer_report("a", may_leave=False)
+    scene.later(REPORT_INTERVAL)
+    assert scene.order(None) == [Stop("a", hand_over=True)]
+    records = losses(2.0, 1.0)
+    scene.give(RecordsReceived("a", records))
+    assert scene.give(WorkerEnded("a", "it was stopped")) == []
+    scene.later(REPORT_INTERVAL)
+    assert scene.report.records == records
+    assert scene.answer_report(None) == [Discard("a"), Leave("its owner stopped it")]
+
+
+def test_a_provider_that_leaves_does_not_wait_forever_for_its_last_report(scene: Scene) -> None:
+    scene.train()
+    scene.give(InterruptReceived())
+    scene.answer_report("a", may_leave=True)
+    scene.give(RecordsReceived("a", losses(2.0)))
+    begin = scene.now
+    assert scene.give(WorkerEnded("a", "it was stopped")) == []
+    while not (actions := scene.later()):
+        scene.sent.clear()
+    assert (actions, scene.now - begin) == ([Leave("its owner stopped it")], LEAVE_ANSWER)
+
+
+def test_the_answer_to_a_poll_does_not_acknowledge_the_last_upload(scene: Scene) -> None:
+    leave_with_a_last_upload(scene)
+    scene.later(REPORT_INTERVAL)
+    scene.give(CheckpointsUploaded("a", LAST, (), is_done=True))
+    scene.later(REPORT_INTERVAL)
+    report = scene.report_number
+    assert scene.answer(scene.poll, "a", upload=LAST) == []
+    assert scene.poll > report
+    assert scene.answer(scene.poll, "a", upload=LAST) == [], "the report may be on its way"
+    assert scene.answer(report, "a", upload=LAST) == [Leave("its owner stopped it")]
+
+
+LAST = CheckpointOrder(rescue=True)
+
+
+def leave_with_a_last_upload(scene: Scene) -> None:
+    """Leave with checkpoints that nobody else has, until the worker has ended."""
+    scene.train()
+    scene.give(InterruptReceived())
+    assert scene.answer_report("a", may_leave=True, upload=LAST) == [Stop("a", hand_over=True)]
+    upload = UploadCheckpoints("a", LAST, is_last=True)
+    assert scene.give(WorkerEnded("a", "it was stopped")) == [upload]
+    assert any("uploads its last checkpoint" in line for line in scene.announced)
+
+
+def test_checkpoints_that_nobody_else_has_are_uploaded_before_the_provider_leaves(scene: Scene) -> None:
+    leave_with_a_last_upload(scene)
+    scene.later(1)
+    assert scene.give(CheckpointsUploaded("a", LAST, (), is_done=True)) == [], "the server is told first"
+    scene.later(REPORT_INTERVAL)
+    assert (scene.report.upload_done, scene.report.phase) == (LAST, "training")
+    assert scene.answer_report("a", upload=LAST) == [Leave("its owner stopped it")]
+
+
+def test_a_last_upload_that_fails_is_tried_again_until_its_deadline(scene: Scene) -> None:
+    leave_with_a_last_upload(scene)
+    begin = scene.now
+    assert scene.give(CheckpointsUploaded("a", LAST)) == []
+    scene.later(REPORT_INTERVAL)
+    again = UploadCheckpoints("a", LAST, is_last=True)
+    assert scene.answer_report("a", upload=LAST) == [again]
+    scene.give(ServerUnreachable(scene.poll, "gone"))
+    while not (actions := scene.later()):
+        scene.sent.clear()
+    assert actions == [Leave("its owner stopped it")]
+    assert scene.now - begin == LAST_UPLOAD
+    assert "does not have its last checkpoint" in scene.announced[-1]
+
+
+def test_a_provider_that_leaves_waits_without_spinning(scene: Scene) -> None:
+    """The deadline of the wish is over; the end of the worker is an event."""
+    scene.train()
+    scene.give(InterruptReceived())
+    assert scene.answer_report("a", may_leave=True) == [Stop("a", hand_over=True)]
+    scene.later(1)
+    assert scene.agent.deadline is None or scene.agent.deadline > scene.now
+    scene.give(WorkerEnded("a", "it was stopped"))
+    assert scene.agent.deadline is None
 
 
 def test_the_second_interrupt_ends_at_once(scene: Scene) -> None:

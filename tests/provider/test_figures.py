@@ -8,10 +8,10 @@ import urllib.request
 import pytest
 
 from ravnest.errors import SettingsError
+from ravnest.logs.metrics_page import metrics_page
 from ravnest.logs.prometheus import exposition
 from ravnest.provider.assignment_progress import AssignmentProgress
 from ravnest.provider.figures import ProviderFigures, provider_figures
-from ravnest.provider.metrics_page import metrics_page
 from ravnest.schemas.providers import ProviderOffer
 from ravnest.telemetry import WorkRecord
 from ravnest.types import Address

@@ -16,6 +16,7 @@ from node_files import node_file
 from rich.console import Console
 
 from ravnest.errors import LaunchError, StageFormatError
+from ravnest.logs.record_stream import PROGRESS_VARIABLE
 from ravnest.provider.child_process import ChildProcess, run_together
 from ravnest.provider.launch import RESUME, NodeOutput, launch, nodes_here, own_hosts, thread_shares
 from ravnest.provider.supervision import RestartPolicy, Supervision
@@ -399,12 +400,14 @@ def test_a_program_that_is_gone_at_its_restart_is_given_up(tmp_path: Path) -> No
 
 def test_a_closed_output_ends_nodes_that_are_started_again() -> None:
     supervision = Supervision(["node_0", "node_1"], restart=RestartPolicy(first_pause=0.01))
+    ready = threading.Event()
 
     def say(line: str) -> None:
+        assert ready.wait(SECONDS)  # a process that is interrupted before fails with its own error
         raise SystemExit(1)
 
     processes = children({"node_0": stays(), "node_1": "raise SystemExit(3)"})
-    run_together(processes, supervision, lambda *_: None, say=say)
+    run_together(processes, supervision, lambda *_: ready.set(), say=say)
     assert "node_0 was interrupted" in supervision.summary()
 
 
@@ -464,6 +467,15 @@ def test_records_of_the_nodes_are_passed_on_and_others_are_not(project: Path) ->
     )
     assert code == 0
     assert found == {f"node_{number}": [PhaseRecord("train", 3)] for number in range(3)}
+
+
+@pytest.mark.parametrize(("shown", "expected"), [(True, "0"), (False, "None")])
+def test_nodes_write_no_progress_lines_if_the_launcher_shows_it(
+    project: Path, shown: bool, expected: str
+) -> None:
+    path = script(project, f"import os\nprint(os.environ.get({PROGRESS_VARIABLE!r}))")
+    _, lines = launched(path, shows_progress=shown, on_records=lambda *_: None)
+    assert f"node_0 | {expected}" in lines
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -1,5 +1,6 @@
 """Limits of a worker: its environment, and real processes that reach them."""
 
+import errno
 import json
 import os
 import queue
@@ -14,12 +15,14 @@ import psutil
 import pytest
 
 from ravnest import host
+from ravnest.provider import worker_process
 from ravnest.provider.events import WorkerEnded
-from ravnest.provider.job_dir import JobDir, WorkerSettings
+from ravnest.provider.job_dir import JobDir, JobsDir, WorkerSettings
 from ravnest.provider.limits import (
     BUFFERS,
     LEAST_FREE,
     MOST_ENTRIES,
+    MOST_OPEN_FILES,
     MOST_THREADS,
     FolderUsage,
     disk_shortage,
@@ -107,12 +110,9 @@ USAGE = FolderUsage(size=10, entries=10, free=1 << 40)
         (USAGE, MOST_THREADS + 1, 10.0, f"{MOST_THREADS + 1} threads"),
         (FolderUsage(3_000_000_000, 1, 0), 1, 1.0, "take 3.00 GB, 2.00 GB are allowed"),
         (FolderUsage(1, MOST_ENTRIES + 1, 0), 1, 1.0, "files"),
-        (None, 1, 1.0, "cannot be read"),
     ],
 )
-def test_the_limits_of_a_job(
-    usage: FolderUsage | None, threads: int, seconds: float, words: str
-) -> None:
+def test_the_limits_of_a_job(usage: FolderUsage, threads: int, seconds: float, words: str) -> None:
     reason = job_excess(usage, threads, seconds, disk=2_000_000_000, longest=7200.0)
     assert words in reason
     assert bool(words) == bool(reason)
@@ -152,6 +152,114 @@ def test_a_worker_that_exceeds_a_limit_of_a_job_ends_with_the_reason(
     assert isinstance(ended, WorkerEnded)
     assert words in ended.failure
     assert ended.cause == "job"
+
+
+HOSTILE = """
+import os, sys, threading
+sys.path.insert(0, sys.argv[1])
+from ravnest.provider.limits import confine
+confine(sys.argv[4], int(sys.argv[5]))
+os.chdir(os.path.join(sys.argv[2], "scratch"))
+"""
+"""Start of a worker that a job has taken over."""
+WAIT = "threading.Event().wait()\n"
+TAKE_MEMORY = "taken = bytearray(200 << 20)\n" + WAIT
+
+
+def end_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: str, **settings: int) -> WorkerEnded:
+    """Return how a worker ends that runs ``attack`` in its scratch folder, with 1 GB unless told."""
+    monkeypatch.setattr(worker_process, "_BOOT", HOSTILE + attack)
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    limits = WorkerSettings.model_validate({"ram": 1 << 30, "cores": 1, **settings})
+    worker = WorkerProcess("job-1", JobDir(tmp_path), limits, events.put, None, tuple)
+    worker.start()
+    ended = events.get(timeout=SECONDS)
+    assert isinstance(ended, WorkerEnded)
+    return ended
+
+
+def test_folders_whose_path_is_too_long_end_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attack = "for _ in range(17):\n os.mkdir('x' * 255)\n os.chdir('x' * 255)\n" + WAIT
+    ended = end_of(tmp_path, monkeypatch, attack)
+    assert "cannot be read" in ended.failure
+    assert ended.cause == "job"
+    JobsDir(tmp_path.parent).discard(tmp_path.name)
+
+
+def test_files_that_were_removed_and_not_closed_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attack = (
+        "kept = []\n"
+        "for number in range(4):\n"
+        " kept.append(open('x', 'wb', buffering=0))\n"
+        " os.unlink('x')\n"
+        " kept[-1].write(bytes(1 << 20))\n"
+    ) + WAIT
+    ended = end_of(tmp_path, monkeypatch, attack, disk=3 << 20)
+    assert "are allowed" in ended.failure
+    assert ended.cause == "job"
+
+
+@pytest.mark.parametrize("text", ["null", "[1]", "Infinity", "NaN", "1e400", "{}", "x", "9" * 40])
+def test_a_worker_that_states_a_wrong_idle_memory_has_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    attack = (
+        f"open('.idle', 'w').write({text!r})\nos.rename('.idle', 'idle.json')\n"
+        "threading.Event().wait(0.6)\n"
+    ) + TAKE_MEMORY
+    assert "GB are offered" in end_of(tmp_path, monkeypatch, attack, ram=1 << 20).failure
+
+
+def test_a_worker_that_does_not_state_its_idle_memory_has_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "WORKER_START", 0.1)
+    assert "GB are offered" in end_of(tmp_path, monkeypatch, TAKE_MEMORY, ram=1 << 20).failure
+
+
+def test_a_worker_cannot_say_that_it_held_everything_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "MOST_IDLE", 50 << 20)
+    attack = "taken = bytearray(200 << 20)\nopen('idle.json', 'w').write('9' * 12)\n" + WAIT
+    assert "GB are offered" in end_of(tmp_path, monkeypatch, attack, ram=1 << 20).failure
+
+
+@pytest.mark.parametrize("broken", ["folder_usage", "held_memory", "thread_count", "removed_size"])
+def test_a_worker_that_is_not_watched_any_more_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fail(*_arguments: object) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(worker_process, broken, fail)
+    ended = end_of(tmp_path, monkeypatch, WAIT)
+    assert "the limits of the worker cannot be checked: a bug" in ended.failure
+    assert ended.cause == "machine"
+
+
+def test_the_end_of_a_worker_is_told_whatever_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object) -> str:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(worker_process, "last_line", fail)
+    assert end_of(tmp_path, monkeypatch, "sys.exit(1)\n").failure == "the worker ended with exit code 1"
+
+
+def test_a_disk_that_cannot_be_read_is_not_the_fault_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_folder: Path) -> FolderUsage:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(worker_process, "folder_usage", fail)
+    assert end_of(tmp_path, monkeypatch, WAIT).cause == "machine"
 
 
 def test_priority_and_core_dumps() -> None:
@@ -196,6 +304,29 @@ def test_mapped_files_do_not_count(tmp_path: Path) -> None:
         print(after - before)
     """
     assert int(output_of(script)) < size // 4
+
+
+def test_shared_memory_that_is_no_file_counts() -> None:
+    size = 64 << 20
+    script = f"""
+        import mmap
+        before = limits.held_memory(limits.psutil.Process())
+        shared = mmap.mmap(-1, {size}, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+        for start in range(0, {size}, 4096):
+            shared[start] = 1
+        print(limits.held_memory(limits.psutil.Process()) - before)
+    """
+    assert int(output_of(script)) >= size
+
+
+def test_a_worker_has_a_limited_number_of_open_files() -> None:
+    script = """
+        import resource
+        limits.limit_files(1 << 30)
+        print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    """
+    soft, hard = map(int, output_of(script).split())
+    assert soft == hard <= MOST_OPEN_FILES
 
 
 def test_an_ended_process_holds_nothing() -> None:

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,13 +21,17 @@ from loopback_server import (
     wait_for_updates,
 )
 from running_providers import available_sandbox, sandbox_option, workers
+from typer.testing import CliRunner
 
+from ravnest import __version__
+from ravnest.cli.app import app
 from ravnest.errors import ServerError, ServerRefusedError, SettingsError
 from ravnest.http.api import ApiClient
 from ravnest.provider.benchmark import OwnerLimits
 from ravnest.provider.provide import describe, describe_disk, provide
 from ravnest.provider.runner import Provider
 from ravnest.schemas.auth import ApiRole
+from ravnest.types import Address
 
 URL = "http://127.0.0.1:1"
 
@@ -106,6 +111,33 @@ def test_a_provider_leaves_after_its_hours_and_needs_no_token_the_second_time(
     assert "hours are over" in server.provider("hourly").reason
     assert "hours are over" in lines[-1]
     provide(server.url, name="hourly", hours=1e-9, cores=1, say=lines.append)
+
+
+def test_prometheus_reads_figures_at_the_given_port(
+    server: LoopbackServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[str] = []
+
+    def say(line: str) -> None:
+        if line.startswith("Prometheus reads"):
+            with urllib.request.urlopen(line.rpartition(" ")[2], timeout=SECONDS) as answer:
+                pages.append(answer.read().decode())
+
+    token = server.running.token(ApiRole.PROVIDER)
+    page = Address("127.0.0.1", 0)
+    provide(server.url, token, name="measured", hours=1e-9, cores=1, say=say, metrics=page)
+    (text,) = pages
+    assert f'ravnest_provider_info{{name="measured",version="{__version__}"}} 1\n' in text
+    assert 'ravnest_provider_state{state="offered"} 1\n' in text
+
+    given: list[Address | None] = []
+    monkeypatch.setattr(
+        "ravnest.cli.provide.provide_machine", lambda *_, metrics, **__: given.append(metrics)
+    )
+    command = ["provide", "--server", URL]
+    for options in ([], ["--metrics-port", "9100"], ["--metrics-port=9100", "--metrics-host=0.0.0.0"]):
+        assert CliRunner().invoke(app, [*command, *options]).exit_code == 0
+    assert given == [None, Address("127.0.0.1", 9100), Address("0.0.0.0", 9100)]
 
 
 def test_a_refused_credential_raises(server: LoopbackServer) -> None:

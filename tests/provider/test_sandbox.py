@@ -365,6 +365,30 @@ def test_an_address_that_changes_while_it_is_checked_is_not_dialled(
         place.stranger.accept()
 
 
+def test_numbers_that_no_call_can_have_do_not_end_the_broker(place: Place, sandbox: Sandbox) -> None:
+    """The broker reads the address where the worker says it is, and hands its fields to calls."""
+    script = """
+        import ctypes, struct
+        far = struct.pack("=H", 10) + struct.pack("!HI", case["peer"], 0xFFFFFFFF)
+        far += bytes(10) + b"\\xff\\xff\\x7f\\0\\0\\1" + struct.pack("=I", 0)
+        numbers = []
+        for family, address in ((2, ctypes.c_uint64(2**64 - 1)), (10, far)):
+            with socket.socket(family) as own:
+                own.setblocking(False)
+                libc.connect(own.fileno(), address, len(far))
+                numbers.append(errno.errorcode[ctypes.get_errno()])
+        own = socket.socket()
+        own.setblocking(False)
+        own.connect_ex(("127.0.0.1", case["peer"]))
+        own.setblocking(True)
+        print(json.dumps([numbers, own.getpeername()[1]]))
+    """
+    numbers, peer = json.loads(output_of(started(place, script, sandbox)))
+    place.peer.accept()[0].close()
+    assert numbers == ["EINVAL", "EINVAL"]
+    assert peer == place.peer.getsockname()[1]
+
+
 SIGHTS = {
     "a file of the owner": "os.stat(case['home'] + '/secret.txt')",
     "a folder of another job": "os.stat(case['other_job'])",

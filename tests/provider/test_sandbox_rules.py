@@ -29,7 +29,7 @@ from ravnest.provider.sandbox.filter_program import (
     filter_program,
 )
 from ravnest.provider.sandbox.network_policy import NetworkPolicy, SocketPlace, dialled, parse_place
-from ravnest.provider.sandbox.policy import FilePolicy, python_folders
+from ravnest.provider.sandbox.policy import PREFIX_PARTS, FilePolicy, python_folders
 from ravnest.provider.sandbox.socket_broker import SocketBroker
 from ravnest.provider.sandbox.system_calls import PROCESSORS, Processor
 from ravnest.provider.sandbox.worker_network import (
@@ -153,7 +153,22 @@ def test_no_call_is_both_permitted_and_refused(processor: Processor) -> None:
 def test_the_folders_of_python_leave_out_those_above_the_home() -> None:
     path = ["/home/me/src", "/usr/lib/python3", "", "/home", "/", "/home/me"]
     found = python_folders(path, ("/opt/venv",), "/home/me", "/opt/cuda/lib:")
-    assert found == ["/opt/venv", "/home/me/src", "/usr/lib/python3", "/opt/cuda/lib"]
+    parts = [f"/opt/venv/{part}" for part in PREFIX_PARTS]
+    assert found == [*parts, "/home/me/src", "/usr/lib/python3", "/opt/cuda/lib"]
+
+
+def test_a_virtual_environment_in_a_project_does_not_open_the_project(tmp_path: Path) -> None:
+    """The whole prefix could be read: the project, and the folders of other jobs in it."""
+    for path in ("bin/python", "lib/python3/os.py", "lib64/x.so", "pyvenv.cfg"):
+        assert can_read(tmp_path, path)
+    for path in ("secret.txt", "jobs/other/assignment.json", ".git/config", "share/x"):
+        assert not can_read(tmp_path, path)
+
+
+def can_read(prefix: Path, path: str) -> bool:
+    """Return True if a worker whose Python has this prefix may read a file in it."""
+    found = python_folders([], (str(prefix),), "/home/me")
+    return any((prefix / path).is_relative_to(each) for each in found)
 
 
 def test_the_mounts_of_bubblewrap() -> None:

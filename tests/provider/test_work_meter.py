@@ -82,3 +82,10 @@ def test_a_quiet_provider_prints_nothing(capsys: pytest.CaptureFixture[str]) -> 
     with provider_console(Console(quiet=True)) as console:
         console.say("alice offers 2 GB")
     assert not capsys.readouterr().out
+
+
+def test_lines_of_a_worker_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with provider_console(Console(soft_wrap=True, highlight=False, markup=False)) as console:
+        console.say("job-1: failed: \x1b[2J\x1b]0;x\x07gone \u202e")
+        console.progress("\x1b[1A")
+    assert capsys.readouterr().out == "job-1: failed: [2J]0;xgone \n"

@@ -12,6 +12,8 @@ def test_the_reason_is_the_last_line(tmp_path: Path) -> None:
     assert last_line(path) == "RunError: node_1 is gone"
     path.write_text("x" * 100_000)
     assert len(last_line(path)) == 2000
+    path.write_text("one\n\x1b]0;title\x07\x1b[2Jno \u202eerror\r\n")
+    assert last_line(path) == "]0;title[2Jno error", "it does not steer the owner's terminal"
     path.write_text("")
     assert last_line(path) == ""
 

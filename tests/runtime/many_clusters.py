@@ -75,7 +75,7 @@ def form_clusters(
     bounds = [0, *itertools.accumulate(sizes)]
     pipelines = [tuple(range(*ends)) for ends in itertools.pairwise(bounds)]
     set_seed(42)
-    with mock.patch("ravnest.plan.planner.find_clusters", lambda costs, *_: (costs, pipelines)):
+    with mock.patch("ravnest.plan.planner.find_clusters", lambda costs, *_: [(costs, pipelines)]):
         clusterize(
             model,
             example_args=example,

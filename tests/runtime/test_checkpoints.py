@@ -5,19 +5,21 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from local_cluster import LocalCluster, form
+from local_cluster import DEADLINE, LocalCluster, form
 from torch import nn
 from torch.utils.data import DataLoader
 from training_cases import SmallCNN, TiedGPT, image_loaders, token_loaders, token_loss
 
-from ravnest import Trainer, set_seed
+from ravnest import Node, Trainer, set_seed
+from ravnest.runtime.control import root_controller
 from ravnest.store.checkpoint import CheckpointFolder
 from ravnest.types import CheckpointId
 
@@ -49,6 +51,24 @@ class StoppingLoader:
             if self.after == 0:
                 raise StoppedError
             self.after -= 1
+            yield batch
+
+
+@dataclass
+class CallingLoader:
+    """Loader that calls a function before one of its batches."""
+
+    loader: DataLoader[Any]
+    before: int
+    call: Callable[[], object]
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.loader):
+            if number == self.before:
+                self.call()
             yield batch
 
 
@@ -250,6 +270,47 @@ def test_a_full_disk_at_one_node_leaves_a_checkpoint_that_all_have(
     assert "no checkpoint after update" in caplog.text
     assert not any(train(resumed, node_data, names, "cnn", resume=True))
     assert_same_result(whole, resumed)
+
+
+def test_no_update_follows_the_last_checkpoint_of_a_node_that_leaves(
+    formed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be made a second time by the node that takes its place."""
+    monkeypatch.setattr(root_controller, "LAST_CHECKPOINT", DEADLINE)
+    node_data, names = formed("tied-gpt", 2)
+    cluster = LocalCluster(tmp_path, names, node_data=node_data / "node_data")
+    nodes: dict[str, Node] = {}
+    found: list[tuple[bool, int, int]] = []
+
+    def leave() -> None:
+        handed_over = nodes[names[1]].hand_over(DEADLINE)
+        status = nodes[names[0]]._ensure_started().status
+        newest = CheckpointFolder(tmp_path / "checkpoints" / names[1]).ids()[-1]
+        found.append((handed_over, newest.update, status.updates))
+        status.fail("the Leaf has left")
+
+    def script(name: str) -> None:
+        train_loader, _ = token_loaders(batches=1000)
+        options = {"labels": train_loader, "criterion": token_loss, "schedule": "sync"}
+        with cluster.node(name, **options) as nodes[name]:
+            leaving = threading.Thread(target=leave, daemon=True)
+            data = CallingLoader(train_loader, 6, leaving.start) if nodes[name].is_root else train_loader
+            Trainer(nodes[name], train_loader=data).train()
+
+    errors = cluster.errors(script)
+    assert "the Leaf has left" in str(errors[0])
+    ((handed_over, stored, made),) = found
+    assert handed_over
+    assert made == stored >= 6
+
+
+def test_a_node_that_leaves_while_nobody_trains_says_so(
+    formed: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node_data, names = formed("tied-gpt", 2)
+    node = LocalCluster(tmp_path, names, node_data=node_data / "node_data").node(names[0])
+    assert not node.hand_over()
+    assert "leaves while its cluster waits for a lost node" in caplog.text
 
 
 def test_a_new_run_sets_the_checkpoints_of_an_earlier_one_aside(formed: Any, tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ A failing seed is printed as the line of its plan; ``FaultPlan.parse`` reads it.
 from __future__ import annotations
 
 import functools
+import json
+import os
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,11 @@ LINK_FAULTS = (
     FaultKind.DUPLICATE,
     FaultKind.REORDER,
 )
+GOLDEN = Path(__file__).with_name("golden_losses.json")
+"""Losses of the undisturbed runs, by case. A change that is meant to change them writes them anew:
+``RAVNEST_WRITE_GOLDEN=1 python -m pytest tests/runtime/test_link_faults.py -k golden``."""
+TOLERANCE = 1e-3
+"""Relative difference of a loss by which processors with other instructions may sum."""
 Undisturbed = Callable[[str], tuple[dict[str, torch.Tensor], str]]
 """Type of the fixture ``undisturbed``."""
 
@@ -80,6 +88,7 @@ def check(
     folder: Path, splits: Splits, undisturbed: Undisturbed, case: str, seeds: range
 ) -> set[FaultKind]:
     weights, losses = undisturbed(case)
+    assert falls(numbers(losses)), losses
     seen: set[FaultKind] = set()
     for seed in seeds:
         plan = FaultPlan.random(
@@ -97,6 +106,32 @@ def check(
         assert trace == losses, str(plan)
         assert [name for name in weights if not torch.equal(weights[name], found[name])] == [], str(plan)
     return seen
+
+
+def numbers(losses: str) -> list[float]:
+    return [float(line) for line in losses.split()]
+
+
+def falls(losses: list[float]) -> bool:
+    """Return whether each epoch has a lower mean loss than the one before."""
+    means = [statistics.fmean(losses[at : at + BATCHES]) for at in range(0, len(losses), BATCHES)]
+    return sorted(means, reverse=True) == means
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_losses_are_the_golden_ones(
+    tmp_path: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """A pipeline that trains something else, in each run alike, differs from what it was."""
+    monkeypatch.chdir(tmp_path)
+    losses = numbers(undisturbed(case)[1])
+    golden = json.loads(GOLDEN.read_text())
+    if os.environ.get("RAVNEST_WRITE_GOLDEN"):
+        golden[case] = losses
+        GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
+    assert len(losses) == UPDATES
+    assert falls(losses)
+    assert losses == pytest.approx(golden[case], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("case", ["tied-gpt", pytest.param("digits-cnn", marks=pytest.mark.full)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,12 +19,21 @@ from training_cases import MLP, SmallCNN, TiedGPT, image_loaders, token_loaders,
 
 from ravnest import set_seed
 from ravnest.errors import RunError, SettingsError
+from ravnest.plan.schedule_choice import DELAY_COST
 from ravnest.runtime.batch_parts import BatchSplit, part_sizes
 from ravnest.runtime.control import microbatch_tuner
+from ravnest.runtime.control.runtime_config import DELAY_WARNING
 from ravnest.runtime.data import Criterion
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.leaf import Leaf
 from ravnest.split import recurrent_deferral
+from ravnest.telemetry import (
+    LossRecord,
+    QueueRecord,
+    ScheduleRecord,
+    WarningRecord,
+    WorkerRecord,
+)
 
 BATCH = 12
 SAMPLES = 3 * BATCH + 7
@@ -66,6 +76,16 @@ def train_whole(
             loss_of(model(inputs), targets).backward()
             optimizer.step()
     return model.state_dict()
+
+
+class Records:
+    """Sink of all nodes of a test."""
+
+    def __init__(self) -> None:
+        self.records: list[WorkerRecord] = []
+
+    def emit(self, record: WorkerRecord) -> None:
+        self.records.append(record)
 
 
 def train_split(
@@ -123,10 +143,15 @@ def test_a_number_that_changes_during_the_run_does_not_change_the_result(
     set_seed(3)
     model = MLP()
     names = form(tmp_path, copy.deepcopy(model), (torch.rand(BATCH, 4),), 3)
-    found = train_split(tmp_path, names, loaders, nn.functional.mse_loss, 1e-2)
+    sink = Records()
+    found = train_split(tmp_path, names, loaders, nn.functional.mse_loss, 1e-2, record_sink=sink)
     printed = capsys.readouterr().out
     for number in (4, 2, 12):
         assert f"Root: {number} micro-batches per batch from now on" in printed
+    told = [each for each in sink.records if isinstance(each, ScheduleRecord)]
+    assert [each.microbatches for each in told[1:]] == [4, 2, 12]
+    assert {each.schedule for each in told} == {"sync"}
+    assert told[-1].reason == "faster than 2, by the measured times of stages and links"
     expected = train_whole(model, loaders()[0], nn.functional.mse_loss, 1e-2)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
@@ -248,14 +273,29 @@ def test_tied_weights_and_a_clip_over_the_model(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_batch_norm_keeps_batches_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_norm_keeps_batches_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     set_seed(3)
     names = form(tmp_path, SmallCNN(), (torch.rand(8, 1, 8, 8),), 2)
-    train_split(tmp_path, names, image_loaders, nn.functional.cross_entropy, 1e-2)
+    sink = Records()
+    train_split(tmp_path, names, image_loaders, nn.functional.cross_entropy, 1e-2, record_sink=sink)
     said = capsys.readouterr().out
     assert "schedule async" in said
-    assert said.count('schedule="sync" avoids this') == 1, "the cost is told once"
     assert "norm1" in said
+    assert _delay_warnings(caplog) == [DELAY_WARNING], "the cost is told once"
+    assert WarningRecord(DELAY_WARNING) in sink.records, "the requester sees it"
+
+
+def test_the_cost_of_a_delay_is_that_of_the_plan() -> None:
+    cost = f"up to about {DELAY_COST:g} times the samples"
+    assert cost in DELAY_WARNING
+    assert cost in (Path(__file__).parents[2] / "docs" / "tutorials.md").read_text()
+
+
+def _delay_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    warnings = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    return [each.getMessage() for each in warnings if "one update late" in each.getMessage()]
 
 
 def _coupled(output: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -264,11 +304,17 @@ def _coupled(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("fits", "settings", "schedule"),
-    [(True, {}, "async"), (False, {}, "sync"), (True, {"schedule": "sync"}, "sync")],
+    [
+        (True, {}, "async"),
+        (False, {}, "sync"),
+        (True, {"schedule": "sync"}, "sync"),
+        (True, {"in_flight": 1}, "sync"),
+    ],
 )
 def test_a_loss_that_forbids_splitting_makes_gradients_late_if_memory_allows(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
     fits: bool,
     settings: dict[str, Any],
     schedule: str,
@@ -278,12 +324,19 @@ def test_a_loss_that_forbids_splitting_makes_gradients_late_if_memory_allows(
         spec = tmp_path / "node_data" / "nodes" / f"{name}.json"
         content = json.loads(spec.read_text())
         assert content["delay_fits"], "a small model fits twice"
-        planned = {"delay_fits": fits, "microbatch_rows": 3, "microbatches": 4, "in_flight": 4}
-        spec.write_text(json.dumps(content | planned))
-    train_split(tmp_path, names, regression, _coupled, 1e-2, progress=True, **settings)
+        assert (content["microbatches"], content["in_flight"]) == (1, 1), "a plan for one at a time"
+        spec.write_text(json.dumps(content | {"delay_fits": fits}))
+    sink = Records()
+    options = {"progress": True, "record_sink": sink, **settings}
+    train_split(tmp_path, names, regression, _coupled, 1e-2, **options)
     said = capsys.readouterr().out
+    stale = {each.staleness for each in sink.records if isinstance(each, LossRecord)}
+    assert stale <= {0, 1}
+    assert (1 in stale) == (schedule == "async"), "batches overlap"
+    windows = {each.window for each in sink.records if isinstance(each, QueueRecord)}
+    assert (2 in windows) == (schedule == "async")
     assert f"schedule {schedule}; batches are not split: " in said
-    assert ("one update late" in said) == (schedule == "async")
+    assert bool(_delay_warnings(caplog)) == (schedule == "async")
 
 
 def test_a_loss_that_couples_samples_is_refused(tmp_path: Path) -> None:

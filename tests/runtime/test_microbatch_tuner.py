@@ -8,6 +8,7 @@ import pytest
 
 from ravnest.plan.microbatches import StageTimes, choose_microbatches, cycle_seconds
 from ravnest.runtime.batch_parts import BatchSplit, part_sizes
+from ravnest.runtime.control import microbatch_tuner
 from ravnest.runtime.control.microbatch_tuner import (
     CHOICES,
     LEAST_BATCHES,
@@ -43,8 +44,8 @@ class World:
         for part in range(parts):
             self.now += seconds / parts
             timings = self.timings(parts) if timed else ()
-            said = self.tuner.add(MicrobatchReport(part, parts, size, timings), self.now)
-            self.said += [said] if said else []
+            change = self.tuner.add(MicrobatchReport(part, parts, size, timings), self.now)
+            self.said += [str(change)] if change else []
         return parts
 
     def timings(self, parts: int) -> tuple[StageTiming, ...]:
@@ -86,8 +87,8 @@ def test_says_what_it_has_chosen() -> None:
     parts = world.train()
     assert parts[-1] > 1
     assert world.said[0] == (
-        f"{parts[LEAST_BATCHES + 1]} micro-batches per batch from now on, by measured times of stages"
-        " and links"
+        f"{parts[LEAST_BATCHES + 1]} micro-batches per batch from now on: faster than 1, by the "
+        "measured times of stages and links"
     )
 
 
@@ -104,7 +105,16 @@ def test_goes_back_if_training_did_not_become_faster() -> None:
     parts = world.train()
     assert parts[-1] == 1
     assert len(set(parts)) == 2
-    assert world.said[-1] == "1 micro-batches per batch from now on, more were not faster"
+    assert world.said[-1] == f"1 micro-batch per batch from now on: {max(parts)} were not faster"
+
+
+def test_goes_back_from_fewer_that_were_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = iter((12, 6))
+    monkeypatch.setattr(microbatch_tuner, "choose_microbatches", lambda *_: next(chosen))
+    monkeypatch.setattr(microbatch_tuner, "WORTHWHILE", float("inf"))
+    world = World(stages(3), factor={6: 5.0})
+    assert world.train()[-1] == 12
+    assert world.said[-1] == "12 micro-batches per batch from now on: 6 were not faster"
 
 
 def test_leaves_very_short_batches_alone() -> None:
@@ -126,15 +136,17 @@ def test_smaller_batches_have_parts_of_the_same_size_and_are_not_measured() -> N
     assert world.tuner.current == parts
 
 
-def test_an_interruption_is_not_measured() -> None:
-    world = World(stages(3))
-    for _ in range(20):
-        world.train(LEAST_BATCHES)
-        world.now += 100.0
+@pytest.mark.parametrize("batches", [2, 3, 4])
+def test_short_epochs_are_measured_together_and_interruptions_are_not(batches: int) -> None:
+    world, whole = World(stages(3)), World(stages(3))
+    for _ in range(4 * (CHOICES + 1) * LEAST_BATCHES):
+        world.train(batches)
+        # An epoch that ends with a long one would not be faster than the one before.
+        world.now += 100.0 * (1 + world.tuner.current)
         world.tuner.pause()
-    assert world.tuner.current == 1
-    world.train()
-    assert world.tuner.current > 1
+    whole.train()
+    assert world.said == whole.said
+    assert world.tuner.current == whole.tuner.current > 1
 
 
 def test_needs_no_times_of_every_micro_batch() -> None:

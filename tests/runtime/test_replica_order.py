@@ -20,10 +20,16 @@ from ravnest.runtime.control.state_blocks import BLOCK
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.transport.base import Link, LinkDelay
 from ravnest.types import CheckpointId
-from ravnest.wire.messages import CheckpointStored, Message, ReplicaStored, StateBlock
+from ravnest.wire.messages import (
+    CheckpointComplete,
+    CheckpointStored,
+    Message,
+    ReplicaStored,
+    StateBlock,
+)
 
 SECONDS = 20.0
-FIRST, SECOND = CheckpointId(1, 0), CheckpointId(2, 0)
+FIRST, SECOND, THIRD = (CheckpointId(update, 0) for update in (1, 2, 3))
 
 
 class HeldLink:
@@ -104,7 +110,7 @@ def test_a_node_that_leaves_waits_for_its_newest_checkpoint_only(
     link.sent.get(timeout=SECONDS)
     outcome: SimpleQueue[bool] = SimpleQueue()
     asked = threading.Event()
-    waiting = threading.Thread(target=lambda: outcome.put(leaf.wait_for_next(asked.set, SECONDS)))
+    waiting = threading.Thread(target=lambda: outcome.put(leaf.wait_for_next(asked.set, SECONDS, 1)))
     waiting.start()
     assert asked.wait(SECONDS)
     neighbour = cast(Link, link)
@@ -116,4 +122,41 @@ def test_a_node_that_leaves_waits_for_its_newest_checkpoint_only(
     assert len([each for each in sent if each.checkpoint == SECOND]) == 5, "whole blocks: no pauses"
     assert outcome.empty(), "the one before does not contain the last updates"
     leaf.on_message(neighbour, Message(ReplicaStored(2, SECOND)))
+    waiting.join(0.05)
+    assert outcome.empty(), "the others have not stored it: they would drop it"
+    leaf.on_message(neighbour, Message(CheckpointComplete(SECOND)))
     assert outcome.get(timeout=SECONDS)
+    asked.clear()
+    assert leaf.wait_for_next(asked.set, SECONDS, 2)
+    assert not asked.is_set(), "nothing has changed since"
+    assert not leaf.wait_for_next(asked.set, 0.0, 3)
+    assert asked.is_set()
+
+
+def test_after_a_problem_the_whole_state_is_sent_again(leaf: Checkpoints, link: HeldLink) -> None:
+    """The copy that the neighbour has may be damaged."""
+    link.arrives.set()
+    neighbour = cast(Link, link)
+    same = []
+    for checkpoint, problem in ((FIRST, ""), (SECOND, "its digest is wrong"), (THIRD, "")):
+        leaf.save("run", checkpoint, {})
+        sent = [each for each in link.until_last_block() if isinstance(each, StateBlock)]
+        same.append(sum(each.same for each in sent) > 0)
+        leaf.on_message(neighbour, Message(ReplicaStored(2, checkpoint, problem)))
+    assert same == [False, True, False]
+
+
+def test_a_replica_that_does_not_leave_settles_the_checkpoint(
+    leaf: Checkpoints,
+    link: HeldLink,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The Root would wait for it before the next checkpoint."""
+    monkeypatch.setattr(link, "flush", lambda _timeout: False)
+    leaf.save("run", FIRST, {})
+    outcome = link.sent.get(timeout=SECONDS)
+    while not isinstance(outcome, CheckpointStored):
+        outcome = link.sent.get(timeout=SECONDS)
+    assert (outcome.checkpoint, outcome.stored) == (FIRST, True)
+    assert "no replica of update 1: node_1 does not receive it" in caplog.text

@@ -84,11 +84,12 @@ def test_checkpoints_of_other_runs_are_left_alone() -> None:
 
 
 def test_offers_are_merged_towards_the_root() -> None:
-    leaf = ResumeOffer({2: held(2, C1), 1: held(2, C1)}, "r", lost="node_1 was lost")
-    stem = ResumeOffer({1: held(1, C2), 0: held(1, C2)}, any_run=True)
+    leaf = ResumeOffer({2: held(2, C1), 1: held(2, C1)}, "r", lost="node_1 was lost", made=9)
+    stem = ResumeOffer({1: held(1, C2), 0: held(1, C2)}, any_run=True, made=8)
     root = ResumeOffer({0: held(0, C2)})
     whole = merge_offers(root, merge_offers(stem, merge_offers(leaf, None)))
     assert (whole.wanted, whole.any_run, whole.lost) == ("r", True, "node_1 was lost")
+    assert whole.made == 9, "the Leaf makes an update first"
     assert {stage: set(each) for stage, each in whole.held.items()} == {
         0: set(held(0, C2) + held(1, C2)),
         1: set(held(1, C2) + held(2, C1)),
@@ -195,6 +196,16 @@ def test_short_epochs_have_no_checkpoint_each() -> None:
     rule = policy()
     assert not rule.due_after_epoch(1, 1.0)
     assert rule.due_after_epoch(2, 2.0)
+
+
+def test_the_checkpoint_of_an_epoch_can_follow_the_next_update_instead() -> None:
+    rule = policy()
+    rule.postpone_after_epoch(1.0)
+    assert not rule.due_after_update(1, 1.0), "none is due so early"
+    rule.postpone_after_epoch(2.0)
+    assert rule.taken == 0, "one that nobody takes is not waited for"
+    assert rule.due_after_update(2, 2.0)
+    assert rule.taken == 1
 
 
 def test_the_next_checkpoint_waits_until_all_have_stored_the_last_one() -> None:

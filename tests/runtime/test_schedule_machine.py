@@ -614,6 +614,23 @@ class TestFailures:
         assert stem.handle(ForwardArrived(B(0)), 0.0) == []
 
 
+def test_a_delay_that_the_plan_does_not_have_makes_room_for_two_batches() -> None:
+    root = machine(0, schedule="sync", window=1, activation_limit=1, begun=False)
+    root.allow_delay()
+    begun = feed(root, PhaseBegun(0, True))
+    assert begun[-1] == Admit(2 + READ_AHEAD)
+    actions = run(root, *arrivals(0, 1, 2, update_size=1))
+    assert [each.microbatch.index for each in actions if isinstance(each, RunForward)] == [0, 1]
+    stem = machine(1, schedule="sync", window=1, activation_limit=1, begun=False)
+    stem.allow_delay()
+    feed(stem, PhaseBegun(0, True))
+    actions = run(stem, *arrivals(0, 1, 2, update_size=1))
+    assert [each.microbatch.index for each in actions if isinstance(each, RunForward)] == [0, 1]
+    leaf = machine(2, schedule="sync", begun=False)
+    leaf.allow_delay()
+    assert leaf.max_delay == 0
+
+
 def test_a_schedule_prints_with_phases_only_where_needed() -> None:
     one = [
         RunForward(B(0), 0, True, 0),

@@ -103,9 +103,9 @@ def test_rates_are_bounded(sink: _Sink) -> None:
         weights=0.5,
         step=3.0,
         to_next=4.0,
-        to_next_busy=0.0,
+        to_next_busy=0.25,
         to_previous=5.0,
-        to_previous_busy=0.0,
+        to_previous_busy=0.5,
     )
     for step in range(300):
         now[0] = step / 100
@@ -114,7 +114,15 @@ def test_rates_are_bounded(sink: _Sink) -> None:
     kinds = Counter(type(record) for record in sink.records)
     assert kinds == {TimingRecord: 3 * 2, QueueRecord: 3}
     last = [r for r in sink.records if isinstance(r, TimingRecord)][-1]
-    assert last == TimingRecord(1, 100, 1.0, 2.5, 3.0, 4.0, 5.0)
+    assert last == TimingRecord(1, 100, 1.0, 2.5, 3.0, 4.0, 5.0, 0.25, 0.5)
+
+
+def test_the_begin_and_the_end_of_a_round_are_reported_at_once(sink: _Sink) -> None:
+    reporter = TelemetryReporter(sink, clock=lambda: 0.5)
+    reporter.queues(in_flight=1, window=2, inbox=3)
+    for is_open in (False, True, True, False):
+        reporter.averaging(is_open)
+    assert sink.records == [QueueRecord(1, 2, 3), QueueRecord(1, 2, 3, True), QueueRecord(1, 2, 3)]
 
 
 def test_a_repeated_phase_is_reported_once(sink: _Sink) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
+from fault_plan import FaultKind
+
 from ravnest.types import Schedule
 
 OUTAGE = 8.0
@@ -17,7 +19,7 @@ class VirtualFault:
     """Something that happens to a node at a time."""
 
     at: float
-    kind: Literal["kill", "stop", "slow link", "full disk"]
+    kind: FaultKind
     node: int
     seconds: float
     """Until the node is started again, continues, has a fast link or free space."""
@@ -26,7 +28,7 @@ class VirtualFault:
     that was there before the last machine."""
 
     def __str__(self) -> str:
-        disk = f", disk {self.disk}" if self.kind == "kill" else ""
+        disk = f", disk {self.disk}" if self.kind is FaultKind.KILL else ""
         return f"{self.at:7.2f} s: {self.kind} node_{self.node} for {self.seconds:.2f} s{disk}"
 
 
@@ -119,17 +121,17 @@ def _faults(random: Random, stages: int, length: float) -> tuple[VirtualFault, .
                     found.append(_kill(random, again, at + random.uniform(0.0, 12.0)))
                 if found[-1].disk == "lost" and random.random() < 0.5:  # the machine returns
                     later = at + random.uniform(2.0, 30.0)
-                    found.append(VirtualFault(later, "kill", found[-1].node, 2.0, "old"))
+                    found.append(VirtualFault(later, FaultKind.KILL, found[-1].node, 2.0, "old"))
         elif kind < 0.75:
             seconds = random.uniform(0.5, 3 * OUTAGE)
-            found.append(VirtualFault(at, "stop", nodes[0], seconds))
+            found.append(VirtualFault(at, FaultKind.STOP, nodes[0], seconds))
         elif kind < 0.85:
-            found.append(VirtualFault(at, "slow link", nodes[0], random.uniform(1.0, 20.0)))
+            found.append(VirtualFault(at, FaultKind.DELAY, nodes[0], random.uniform(1.0, 20.0)))
         else:
-            found.append(VirtualFault(at, "full disk", nodes[0], random.uniform(1.0, length)))
+            found.append(VirtualFault(at, FaultKind.FULL_DISK, nodes[0], random.uniform(1.0, length)))
     return tuple(sorted(found, key=lambda fault: fault.at))
 
 
 def _kill(random: Random, node: int, at: float) -> VirtualFault:
     disk: Literal["kept", "lost"] = "lost" if random.random() < 0.3 else "kept"
-    return VirtualFault(at, "kill", node, random.uniform(0.5, 6.0), disk)
+    return VirtualFault(at, FaultKind.KILL, node, random.uniform(0.5, 6.0), disk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fault_plan import FaultKind
 from virtual_case import OUTAGE, VirtualCase, VirtualFault
 from virtual_disk import StageContent, Stored, VirtualDisk
 from virtual_nodes import VirtualClock, VirtualNode
@@ -68,15 +69,15 @@ class VirtualCluster:
     def _strike(self, fault: VirtualFault) -> None:
         node, now = self.nodes[fault.node], self.clock.now
         match fault.kind:
-            case "kill":
+            case FaultKind.KILL:
                 self._kill(node, fault)
-            case "stop":
+            case FaultKind.STOP:
                 node.stopped_until = max(node.stopped_until, now + fault.seconds)
                 if fault.seconds > OUTAGE:
                     self.clock.at(now + OUTAGE, self._interrupt, self.attempt)
-            case "slow link":
+            case FaultKind.DELAY:
                 node.slow_until = now + fault.seconds
-            case "full disk":
+            case FaultKind.FULL_DISK:
                 node.full_until = now + fault.seconds
 
     def _kill(self, node: VirtualNode, fault: VirtualFault) -> None:

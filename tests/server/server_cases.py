@@ -26,6 +26,7 @@ from ravnest.schemas.jobs import (
 )
 from ravnest.schemas.providers import Assignment, DataShare, ProviderOffer, RowRange, StageNeeds
 from ravnest.server.assignments import assignment_id
+from ravnest.server.checkpoint_check import manifest_misfit
 from ravnest.server.estimate_service import JobEstimator
 from ravnest.server.http.app import create_app
 from ravnest.server.result_check import ResultCheck
@@ -129,6 +130,7 @@ class FakePlanner:
     asked: list[tuple[str, ...]] = field(default_factory=list)
     starts: list[JobStart | None] = field(default_factory=list)
     """States that jobs were shipped with."""
+    explanation: str = "a plan"
     spot_checks: float = 0.0
     damaged: set[int] = field(default_factory=set)
     """Updates of checkpoints that cannot be converted."""
@@ -153,7 +155,7 @@ class FakePlanner:
             schedule="sync",
             smallest_rows=1,
         )
-        return PlannedJob(spec, plan, names, "a plan")
+        return PlannedJob(spec, plan, names, self.explanation)
 
     def ship(self, job: str, planned: PlannedJob) -> tuple[Assignment, ...]:
         self.while_shipping()
@@ -303,6 +305,7 @@ def opened(
         tls=tls,
         settings=settings,
         check_result=check_result,
+        check_manifest=manifest_misfit,
         checker=checker,
     )
     with server.opened(), start_blocking_portal() as portal:

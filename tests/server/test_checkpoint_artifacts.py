@@ -105,8 +105,8 @@ def test_files_belong_to_the_job_and_go_with_the_checkpoint(case: Case) -> None:
         upload(bob, 1, update)
     assert complete(case, job) == [(4, 0), (3, 0)], "the newest two"
     with case.server.db.read() as db:
-        assert len(db.artifact_grants.sizes(job)) == 8
-        assert db.artifact_grants.sizes(alice.id) == {}, "uploads do not add up"
+        assert db.artifact_grants.totals(job)[1] == 8
+        assert db.artifact_grants.totals(alice.id) == (0, 0), "uploads do not add up"
     case.server.run_due()
     assert len(files_of(case) - kept) == 8, "files of older ones are deleted"
 
@@ -208,7 +208,7 @@ def test_the_newest_checkpoints_of_some_ended_jobs_stay_for_some_days(tmp_path: 
         case.pass_time(settings.checkpoints_kept + 1)
         assert [complete(case, job) for job in jobs] == [[], [], []]
         with case.server.db.read() as db:
-            assert all(db.artifact_grants.sizes(job) == {} for job in jobs)
+            assert all(db.artifact_grants.totals(job) == (0, 0) for job in jobs)
 
 
 def test_stages_of_two_attempts_of_a_run_are_not_one_checkpoint(case: Case) -> None:

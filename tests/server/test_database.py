@@ -17,6 +17,7 @@ from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import Assignment, DataShare, ProviderState, TlsRejections
 from ravnest.schemas.reachability import AddressCheck
 from ravnest.server.db.database import Database, Transaction
+from ravnest.server.db.events import fair_share
 from ravnest.server.db.members import FoundMember
 from ravnest.server.db.new_records import NEWEST_KEPT
 from ravnest.server.db.records import AssignmentRecord, MemberRecord
@@ -24,6 +25,7 @@ from ravnest.server.lifecycle import TransitionError
 from ravnest.telemetry import (
     CheckpointRecord,
     LossRecord,
+    PaceRecord,
     QueueRecord,
     TimingRecord,
     ValidationRecord,
@@ -102,7 +104,7 @@ def state_of(tx: Transaction) -> object:
         tx.jobs.listed(),
         tx.assignments.of_job("j"),
         tx.events.after(0),
-        tx.artifact_grants.sizes("r"),
+        tx.artifact_grants.totals("r"),
         tx.members.token("secret-t"),
     )
 
@@ -218,6 +220,31 @@ def test_of_other_records_the_newest_are_kept(db: Database) -> None:
         assert tx.telemetry.validations("j-0") == (VALIDATION,)
 
 
+def test_of_rates_and_timings_some_of_the_whole_time_remain(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NEWEST_KEPT, "pace", 40)
+    monkeypatch.setitem(NEWEST_KEPT, "timing", 80)
+    with db.write(0.0) as tx:
+        fill(tx)
+    for second in range(300):
+        with db.write(float(second)) as tx:
+            timings = [TimingRecord(stage, 9, 1.0, 0, 0, 0, 0) for stage in range(2)]
+            tx.telemetry.add(current(tx), 3 * second, [PaceRecord(0, None, second, None), *timings])
+    with db.read() as tx:
+        times = [time for time, _ in tx.telemetry.rates("j-0")]
+        costs = tx.telemetry.timings_between("j-0", 0.0, 1e9)
+    assert len(times) <= 40
+    assert times[0] == 0
+    assert times[-20:] == [float(second) for second in range(280, 300)], "the newest are all there"
+    assert max(after - before for before, after in pairwise(times)) <= 64
+    assert len(costs) <= 80
+    for stage in range(2):
+        own = [time for time, timing in costs if timing.stage == stage]
+        assert own[0] == 0
+        assert own[-20:] == times[-20:]
+
+
 def test_the_newest_timing_of_each_stage_and_recent_warnings(db: Database) -> None:
     with db.write(1.0) as tx:
         fill(tx)
@@ -291,7 +318,8 @@ def make_old(db: Database, version: int) -> None:
         node = {"format": "ravnest-node", "version": 1, **body.pop("node_spec")}
         old_spec = json.loads(spec().model_dump_json())
         old_spec["if_short"] = old_spec.pop("on_insufficient")
-        connection.exec_driver_sql("ALTER TABLE losses DROP COLUMN learning_rate")
+        for column in ("learning_rate", "time"):
+            connection.exec_driver_sql(f"ALTER TABLE losses DROP COLUMN {column}")
         for column in ("attempt", "replans", "resumed"):
             connection.exec_driver_sql(f"ALTER TABLE jobs DROP COLUMN {column}")
         later = ("attempt", "generation", "cause", "phase_before", "refills", "checkpoint")
@@ -369,7 +397,7 @@ def test_the_learning_rate_of_an_update_is_stored(db: Database) -> None:
     records = [LossRecord(0, 0, 3.0, 1, 0, 0.1), LossRecord(1, 0, 2.0, 1, 0, 0.3)]
     with db.write(1.0) as tx:
         fill(tx)
-        later = {"losses": ["learning_rate"], "assignments": ["used_memory", "peak_memory"]}
+        later = {"losses": ["learning_rate", "time"], "assignments": ["used_memory", "peak_memory"]}
         for table, column in ((table, each) for table, columns in later.items() for each in columns):
             drop = f"ALTER TABLE {table} DROP COLUMN {column}"
             tx.telemetry._connection.exec_driver_sql(drop)
@@ -428,6 +456,26 @@ def test_the_newest_refusals_and_warnings_are_kept(db: Database) -> None:
         removed = "16 events up to here were removed: the server keeps the newest ones"
         found = [event.reason for event in tx.events.after(0)]
         assert found == ["started", removed, "r8", "w8", "r9", "w9"]
+
+
+def test_one_provider_cannot_push_out_the_events_of_others(db: Database) -> None:
+    with db.write(1.0) as tx:
+        for number in range(3):
+            tx.events.add("warning", "alice", f"a{number}")
+            tx.events.add("warning", "bob", f"b{number}")
+        for number in range(100):
+            tx.events.add("warning", "mallory", f"m{number}")
+            tx.events.forget(keep=10)
+        found = [event.reason for event in tx.events.after(0) if event.kind == "warning"]
+        assert found == ["a0", "b0", "a1", "b1", "a2", "b2", "m96", "m97", "m98", "m99"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "total", "share"),
+    [([100], 10, 10), ([3, 3, 100], 10, 4), ([5, 5, 5], 10, 3), ([1, 2], 10, 10), ([9] * 20, 10, 0)],
+)
+def test_the_surplus_is_that_of_those_with_the_most(counts: list[int], total: int, share: int) -> None:
+    assert fair_share(counts, total) == share
 
 
 def test_a_long_reason_is_clipped(db: Database) -> None:

@@ -1,13 +1,19 @@
 """Permissions: every route refuses members without the right role."""
 
+import asyncio
+import os
 import re
+import threading
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi.routing import APIRoute
 from server_cases import Case, artifact, opened, spec
 
 from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.jobs import JobView
+from ravnest.server.db.records import MemberRecord
 from ravnest.server.rate_limits import Rate
 from ravnest.server.settings import ServerSettings
 from ravnest.transport.certificates import signing_request
@@ -200,3 +206,58 @@ def test_a_member_that_sends_too_many_requests_has_to_wait(tmp_path: Path) -> No
         other.get("/api/jobs")
         case.time.now += 2
         eager.get("/api/jobs")
+
+
+def test_a_long_message_counts_as_many_requests(tmp_path: Path) -> None:
+    with opened(tmp_path, settings=ServerSettings(requests=Rate(burst=60, per_second=0.5))) as case:
+        eager, other = case.member(ApiRole.REQUESTER), case.member(ApiRole.REQUESTER)
+        long = {"digests": ["0" * 64] * 50_000}  # 3.4 MB
+        eager.post("/api/artifacts/missing", long)
+        eager.post("/api/artifacts/missing", {"digests": []})
+        eager.post("/api/artifacts/missing", long)
+        eager.post("/api/artifacts/missing", {"digests": []}, 429)
+        other.post("/api/artifacts/missing", {"digests": []})
+
+
+def test_one_member_does_not_have_all_threads(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    mallory, alice = case.member(ApiRole.VIEWER, "mallory"), case.member(ApiRole.VIEWER)
+    gate, entered = threading.Event(), threading.Semaphore(0)
+
+    def slow(member: MemberRecord) -> list[JobView]:
+        if member.id == mallory.id:
+            entered.release()
+            assert gate.wait(60)
+        return []
+
+    monkeypatch.setattr(case.server, "visible_jobs", slow)
+
+    async def attack() -> int:
+        transport = httpx.ASGITransport(case.client.app)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            headers = [{"Authorization": f"Bearer {each.credential}"} for each in (mallory, alice)]
+            held = [asyncio.create_task(client.get("/api/jobs", headers=headers[0])) for _ in range(64)]
+            try:
+                async with asyncio.timeout(30):
+                    while not entered.acquire(blocking=False):
+                        await asyncio.sleep(0.01)
+                    answer = await client.get("/api/jobs", headers=headers[1])
+            finally:
+                gate.set()
+            answers = await asyncio.gather(*held)
+            assert all(each.status_code == 200 for each in answers)
+            return answer.status_code
+
+    assert asyncio.run(attack()) == 200
+
+
+def test_a_probe_is_not_in_memory(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def random(size: int) -> bytes:
+        asked.append(size)
+        return bytes(size)
+
+    member = case.member(ApiRole.VIEWER)
+    monkeypatch.setattr(os, "urandom", random)
+    assert len(member.get("/api/probe?bytes=16777216")) == 16 << 20
+    assert max(asked) <= 64 << 10

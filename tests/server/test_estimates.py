@@ -229,6 +229,29 @@ def test_one_estimate_at_a_time(
     rita.post("/api/estimates", request_)
 
 
+def test_requesters_take_turns(
+    served: Case, estimator: InThisProcess, request_: EstimateRequest
+) -> None:
+    """One requester that asked all the time had all others refused."""
+    estimator.gate = threading.Event()
+    rita, rob = served.requester(), served.requester("rob")
+    answers: list[object] = []
+    threads = [
+        threading.Thread(target=lambda each=each: answers.append(each.post("/api/estimates", request_)))
+        for each in (rita, rob)
+    ]
+    threads[0].start()
+    try:
+        assert estimator.began.wait(30)
+        threads[1].start()
+        rita.post("/api/estimates", request_, 429)
+    finally:
+        estimator.gate.set()
+        for each in threads:
+            each.join(30)
+    assert len(answers) == 2
+
+
 def test_the_planner_process_estimates(request_: EstimateRequest) -> None:
     """The messages pass through their encoding, as between the two processes."""
     process = EstimatingProcess(PlanningLimits(), Wire())  # type: ignore[arg-type]

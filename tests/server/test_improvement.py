@@ -10,6 +10,7 @@ import pytest
 from checkpoint_cases import complete, provider, took, training_pair, uploaded
 from server_cases import Caller, Case, FakePlanner, Time, losses, offer, opened, spec
 
+from ravnest.plan.cluster_cost import about_clusters, samples_factor
 from ravnest.plan.infeasible import Infeasible
 from ravnest.plan.profile import ModelProfile, TensorProfile, UnitCost
 from ravnest.schemas.jobs import JobSpec
@@ -64,7 +65,7 @@ PRICE = "60 s (20 s for shipping, 30 s for the restart, 10 s for updates that ar
             other(2.0, clusters=2),
             ReplacePlan(
                 "a plan with 4 providers in 2 clusters is predicted to be 100% faster; it saves 30 min "
-                f"of 60 min, and the move costs about {PRICE}; idle: carol"
+                f"of 60 min, and the move costs about {PRICE}; idle: carol. {about_clusters(2)}"
             ),
         ),
         (running(), other(1.1), "gain"),
@@ -120,6 +121,11 @@ def test_the_gain_is_that_over_the_present_cuts() -> None:
     best = _plan(8.0, 0.16, 0.16)
     assert predicted_gain(best, best, cuts) == pytest.approx(0.4 / 0.16), "a straggler: other cuts"
     assert predicted_gain(_plan(16.0, 0.08), best, cuts) == pytest.approx(2 * 0.4 / 0.16)
+    two = _plan(16.0, 0.08)
+    two.clusters *= 2
+    more_samples = samples_factor(2)
+    assert predicted_gain(two, best, cuts) == pytest.approx(2 * 0.4 / 0.16 / more_samples)
+    assert predicted_gain(two, two, [*cuts, *cuts]) == pytest.approx(0.4 / 0.08)
     unknown = [[replace(each, work=0.0) for each in cuts[0]]]
     assert predicted_gain(best, best, unknown) == 1.0
 
@@ -373,7 +379,8 @@ def test_providers_that_join_become_a_cluster_at_the_end_of_an_epoch(case: Case)
         ("carol", 1),
         ("dave", 1),
     ]
-    told = run.events("a plan with 4 providers in 2 clusters", "100% faster; it saves", "carol, dave")
+    told = run.events("a plan with 4 providers in 2 clusters", "77% faster; it saves", "carol, dave")
+    assert told[0].endswith(about_clusters(2))
     assert told[0].startswith("a plan with 4 providers in 2 clusters is predicted")
     assert run.events("planned anew: ", told[0], "continues from update 24, the end of an epoch")
     run.nodes += [carol, dave]
@@ -404,7 +411,7 @@ def test_a_second_move_waits_until_the_first_has_paid(case: Case) -> None:
     assert {each.id.phase * PER_EPOCH for each in begin.checkpoints} == {run.update}
 
 
-@pytest.mark.parametrize("planner", [RatedPlanner(rates={2: 1.0, 3: 1.1})])
+@pytest.mark.parametrize("planner", [RatedPlanner(rates={2: 1.0, 3: 1.25})])
 def test_a_provider_that_brings_nothing_is_a_spare(case: Case) -> None:
     run = start(case)
     run.train(17)
@@ -421,7 +428,7 @@ def test_a_provider_that_brings_nothing_is_a_spare(case: Case) -> None:
     run.case.planner.rates[4] = 1.5  # type: ignore[attr-defined]
     provider(case, "dave", 4)
     run.train(16)
-    assert run.events("planned anew: a plan with 4 providers", "50% faster")
+    assert run.events("planned anew: a plan with 4 providers", "32% faster")
 
 
 def test_questions_to_the_planner_have_a_least_distance(case: Case) -> None:

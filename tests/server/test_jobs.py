@@ -22,6 +22,7 @@ from server_cases import (
 
 from ravnest.errors import JobError
 from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.jobs import JobSpec
 from ravnest.telemetry import (
     PhaseRecord,
     QueueRecord,
@@ -205,6 +206,8 @@ def test_the_best_model_so_far_is_delivered(case: Case, ending: str) -> None:
     bob.report("training", best=second)  # not a Root
     assert rita.get(f"/api/jobs/{job}")["best"]["epoch"] == 1
     alice.report("training", best=second)
+    assert rita.get(f"/api/jobs/{job}")["best"]["epoch"] == 1, "it is checked once in a minute"
+    case.pass_time(0 if ending == "failed" else 60)
     alice.report("training", best=second, records=losses(3.0))
     if ending == "done":
         finish(alice, best=second)
@@ -457,6 +460,41 @@ def test_a_plan_is_cached_while_nothing_changes(case: Case) -> None:
     assert len(case.planner.asked) == 1
 
 
+def test_the_plans_of_one_owner_do_not_hold_up_the_jobs_of_others(case: Case) -> None:
+    """All waiting jobs were planned, each for up to two minutes, before any of them started."""
+    mallory, rita = case.requester("mallory"), case.requester()
+    providers(case, "alice", "bob")
+    case.planner.needs = 3
+    for _ in range(20):
+        case.submit(mallory)
+        case.time.now += 1
+    order: list[str] = []
+
+    def think() -> None:
+        case.time.now += 20.0
+        order.append("mallory")
+
+    case.planner.while_planning = think
+    plan = case.planner.plan
+
+    def plan_for(given: JobSpec, *more: Any) -> Any:
+        if given.name != "small":
+            return plan(given, *more)
+        case.planner.needs, needs = 1, case.planner.needs
+        try:
+            return plan(given, *more)
+        finally:
+            case.planner.needs = needs
+            order.append("rita")
+
+    job = case.submit(rita, name="small", max_providers=1)
+    case.planner.plan = plan_for  # type: ignore[method-assign]
+    case.server.run_matching()
+    assert state(rita, job) == "shipping"
+    assert order.index("rita") <= 5, "mallory's time in a pass is over before"
+    assert order.count("mallory") >= 20, "its other jobs are planned afterwards"
+
+
 def test_a_job_that_cannot_be_planned_fails_and_others_start(case: Case) -> None:
     rita, _ = case.requester(), providers(case, "alice")
     case.planner.error = JobError("its data does not add up")
@@ -644,6 +682,7 @@ def test_the_view_of_a_job_has_the_newest_records_of_each_cluster(case: Case) ->
         "validation": validation(0, 0.5),
         "round": {**round_record(7, committed=True), "clusters": [0, 1]},
         "timings": [timing(0, 0.1), timing(1, 0.8)],
+        "pace": None,
     }
     assert (second["cluster"], second["loss"]["loss"], second["timings"]) == (1, 1.5, [])
     assert [each["queue"] for each in view["assignments"]] == [queue, queue, None, None]

@@ -4,6 +4,7 @@ import logging
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.base import clipped, plain
 from ravnest.schemas.jobs import EventView
 from ravnest.server.auth.tokens import CREDENTIAL_DAYS
+from ravnest.telemetry import ScheduleRecord, ValidationRecord
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2Jalice\u202e"
 
@@ -146,6 +148,23 @@ def test_control_characters_of_names_and_reasons_are_removed(case: Case) -> None
         assert hidden not in found
     answer = case.client.post("/api/join", json={"secret": "x", "name": "\x1b\x07"})
     assert answer.status_code == 422
+
+
+def test_control_characters_of_figures_and_plans_are_removed(case: Case) -> None:
+    """Names of metrics and reasons of schedules came to terminals as providers sent them."""
+    alice, rita = case.provider("alice"), case.requester()
+    case.planner.explanation = f"Node(0): layers {ESCAPE}\n  all"
+    job = case.submit(rita)
+    case.match()
+    figures = ValidationRecord(0, 0, ESCAPE, 0.5, 8, metrics={ESCAPE: 0.5})
+    schedule = ScheduleRecord("sync", 2, f"{ESCAPE}\nsecond line")
+    alice.report("training", records=[asdict(each) for each in (figures, schedule)])
+    view, history = rita.get(f"/api/jobs/{job}"), rita.get(f"/api/jobs/{job}/losses")
+    assert "\n  all" in view["plan"]
+    assert "second line" in str(view)
+    assert history["validations"]
+    for hidden in ("\\x1b", "\\x07", "\\u202e"):
+        assert hidden not in str([view, history])
 
 
 def test_a_reason_cannot_forge_lines_of_a_log() -> None:

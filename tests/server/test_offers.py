@@ -92,3 +92,22 @@ def test_a_provider_that_failed_comes_last(tmp_path: Path) -> None:
         case.submit(rita, max_providers=1)
         case.match()
         assert mallory.id in case.planner.asked[-1], "it is still used if there is no other"
+
+
+def test_an_offer_that_nothing_proves_is_not_the_first_choice(tmp_path: Path) -> None:
+    """An offer of 1e7 GFLOP/s and 100,000 GB got every small job."""
+    with opened(tmp_path, planner=FakePlanner(size=1)) as case:
+        rita = case.requester()
+        alice = case.provider("alice", compute=40.0)
+        bob = case.provider("bob", address="127.0.0.1:9001", compute=60.0)
+        case.submit(rita)
+        case.match()
+        for each in (alice, bob):
+            content = each.id.encode()
+            artifact = {"sha256": each.upload(content), "size": len(content)}
+            each.report("finished", result=[{"name": "node_0.json", "artifact": artifact}])
+        mallory = case.provider("mallory", address="127.0.0.1:9002", compute=1e7, ram=1e5)
+        for expected in (bob, mallory, alice):
+            case.submit(rita, max_providers=1)
+            case.match()
+            assert case.planner.asked[-1] == (expected.id,)

@@ -21,14 +21,15 @@ from ravnest.server.rate_limits import Rate
 from ravnest.server.settings import ServerSettings
 
 METHODS = ("get", "post", "put", "delete")
-EXAMPLES = settings.default.max_examples // 10
-"""Requests of each kind to each route: 3 in make test, 10 in make test-full."""
+EXAMPLES = 50 if settings.default.max_examples >= 100 else 3
+"""Requests of each kind to each route: 3 in make test, 50 in make test-full."""
 CHECKS = [checks.not_a_server_error, checks.status_code_conformance]
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    limits = ServerSettings(requests=Rate(1e9, 1e9), longest_wait=0.0, unfinished_jobs=10_000)
+    often = Rate(1e9, 1e9)
+    limits = ServerSettings(requests=often, strangers=often, longest_wait=0.0, unfinished_jobs=10_000)
     with opened(tmp_path_factory.mktemp("server"), settings=limits) as found:
         portal = found.client.portal
         found.client = TestClient(found.client.app, raise_server_exceptions=False)

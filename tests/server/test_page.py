@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from starlette.testclient import TestClient
 
 from ravnest.schemas.auth import ApiRole
 from ravnest.server.web.assets import assets
-from ravnest.telemetry import PaceRecord
+from ravnest.telemetry import PaceRecord, ValidationRecord
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 PAGE = {"X-Ravnest-Page": "1"}
@@ -85,6 +86,13 @@ def test_no_script_loads_or_evaluates_anything_from_elsewhere() -> None:
             assert not re.search(r"innerHTML|eval\(|new Function|dangerously", text), path
 
 
+def test_every_request_of_a_script_has_a_deadline() -> None:
+    for path, asset in assets().items():
+        if path.endswith(".js") and not path.startswith("vendor/"):
+            text = asset.content.decode()
+            assert text.count("fetch(") == text.count("AbortSignal.timeout("), path
+
+
 @pytest.mark.parametrize(
     "folder",
     [
@@ -149,6 +157,21 @@ def test_a_job_has_nodes_curves_and_events(case: Case) -> None:
     curves = client.get(f"/page/jobs/{job}/curves").json()
     assert [each["mean"] for each in curves["loss"]["buckets"]] == [3.0, 2.0, 1.5]
     assert [each["value"] for each in curves["validations"]] == [0.875]
+
+
+def test_all_metrics_of_a_validation_are_drawn(case: Case) -> None:
+    rita, alice = case.requester(), case.provider("alice")
+    job = case.submit(rita)
+    case.match()
+    results = {"accuracy": 0.5, "top-5": 0.9}
+    records = [
+        ValidationRecord(0, 1, "accuracy", 0.5, 8, results),
+        ValidationRecord(1, 2, "loss", 2.0, 8),
+    ]
+    alice.report("training", records=[*losses(3.0), *map(asdict, records)])
+    found = browser(case, token(case)).get(f"/page/jobs/{job}/curves").json()["validations"]
+    drawn = [(each["epoch"], each["name"], each["value"]) for each in found]
+    assert drawn == [(1, "accuracy", 0.5), (1, "top-5", 0.9), (2, "loss", 2.0)]
 
 
 def test_a_job_has_the_measured_memory_of_its_nodes(case: Case) -> None:
@@ -259,7 +282,8 @@ def test_a_member_follows_a_link_of_its_own(case: Case) -> None:
     alice.report("training", records=losses(1.0))
     path = rita.call("POST", "/api/page-link", 201)["path"]
     client = browser(case, path.partition("token=")[2])
-    assert client.get("/page/whoami").json() == {"id": rita.id, "name": "rita", "role": "requester"}
+    me = {"id": rita.id, "name": "rita", "role": "requester", "refusal": ""}
+    assert client.get("/page/whoami").json() == me
     assert case.client.get(path).status_code == 401  # it worked once
     assert client.post(f"/page/jobs/{job}/cancel", headers=PAGE).status_code == 200
     cookie = client.cookies["ravnest"]

@@ -3,27 +3,38 @@
 import asyncio
 import json
 from collections.abc import Coroutine
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from server_cases import Case, losses, opened
+from server_cases import Case, FakePlanner, losses, offer, opened, spec
 from test_page import browser, token
 
+from ravnest.deadlines import PAGE_PAUSE
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.auth import ApiRole
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.db.telemetry import LossBucket
 from ravnest.server.settings import ConnectionLimits, ServerSettings
-from ravnest.server.web.curves import bucket_size, computing_share, loss_buckets, merged, thinned
+from ravnest.server.web.curves import (
+    MicrobatchSizes,
+    bucket_size,
+    computing_share,
+    job_curves,
+    loss_buckets,
+    merged,
+    microbatch_sizes,
+    summed,
+    thinned,
+)
 from ravnest.server.web.deltas import item_changes
 from ravnest.server.web.details import time_shares
-from ravnest.server.web.feed import PAUSE, PageFeed, ProviderRow
+from ravnest.server.web.feed import PageFeed, ProviderRow
 from ravnest.server.web.layers import layer_words
 from ravnest.server.web.sparkline import MOST_POINTS, extended
 from ravnest.server.web.stream import StreamPlaces, page_events
-from ravnest.telemetry import TimingRecord
+from ravnest.telemetry import PaceRecord, ScheduleRecord, TimingRecord
 
 VIEWER = MemberRecord("viewer", ApiRole.VIEWER, "viewer")
 
@@ -89,9 +100,55 @@ def test_layers_are_named_in_short() -> None:
 
 
 def test_shares_of_time_follow_from_the_rate() -> None:
-    timing = TimingRecord(0, 8, forward=0.01, backward=0.02, step=0.0, to_next=0.005, to_previous=0.005)
-    shares = time_shares(timing, samples_per_second=160.0, samples_per_microbatch=8.0)
-    assert (shares.computing, shares.sending, shares.waiting) == pytest.approx((0.6, 0.2, 0.4))
+    """A link's delay is no share of time, and an update's optimizer step is shared by its parts."""
+    timing = TimingRecord(0, 8, 0.01, 0.02, 0.08, to_next=0.02, to_previous=0.03)
+    parts = MicrobatchSizes(samples=8.0, per_update=16)
+    old = time_shares(timing, 160.0, parts)
+    assert (old.computing, old.sending) == (pytest.approx(0.7), None)
+    new = time_shares(replace(timing, to_next_busy=0.005, to_previous_busy=0.002), 160.0, parts)
+    assert (new.computing, new.sending) == pytest.approx((0.7, 0.1))
+
+
+def test_the_sizes_of_micro_batches_follow_from_schedule_and_job() -> None:
+    training = spec().training.model_copy(update={"batch_size": 64, "update_frequency": 3})
+    assert microbatch_sizes(training, ScheduleRecord("sync", 4, "")) == MicrobatchSizes(16.0, 12)
+
+
+def test_rates_of_clusters_are_summed_while_they_report() -> None:
+    one, other = [(0.0, 10.0), (5.0, 20.0), (90.0, 30.0)], [(2.0, 1.0), (5.0, 2.0)]
+    assert summed([one, other]) == [(0.0, 10.0), (2.0, 11.0), (5.0, 22.0), (90.0, 30.0)]
+    assert summed([]) == []
+
+
+def test_old_rates_of_which_few_are_kept_count_until_the_next() -> None:
+    one = [(30.0 * number, 10.0) for number in range(4)] + [(91.0, 10.0), (92.0, 10.0)]
+    other = [(30.0 * number + 15, 1.0) for number in range(3)]
+    assert [rate for _, rate in summed([one, other])] == [10.0] + [11.0] * 8
+
+
+def test_each_cluster_has_its_own_rate_and_the_job_that_of_all(tmp_path: Path) -> None:
+    with opened(tmp_path, planner=FakePlanner(needs=2, size=1)) as case:
+        rita, roots = case.requester(), [case.provider(name) for name in ("alice", "bob")]
+        training = spec().training.model_copy(update={"batch_size": 8})
+        job = case.submit(rita, training=training)
+        case.match()
+        for root, mean, recent in zip(roots, (100.0, 60.0), (80.0, 40.0), strict=True):
+            records = [
+                ScheduleRecord("sync", 1, ""),
+                PaceRecord(0, 9, mean, 1.0, recent),
+                TimingRecord(0, 9, 0.02, 0.03, 0.0, 0.0, 0.0),
+            ]
+            root.report("training", records=[asdict(each) for each in records])
+        page = browser(case, token(case))
+        detail = page.get(f"/page/jobs/{job}").json()
+        assert detail["view"]["progress"]["samples_per_second"] == 160.0
+        shares = {node["name"]: node["computing"] for node in detail["nodes"]}
+        assert shares == pytest.approx({"alice": 0.5, "bob": 0.25})
+        assert PageFeed(case.server).current().jobs[job].rate == 160.0
+        paces = page.get(f"/page/jobs/{job}/curves").json()["paces"]
+        assert paces[-1][1] == 120.0
+        roots[1].report("failed", reason="too little memory", cause="machine")
+        assert page.get(f"/page/jobs/{job}").json()["view"]["progress"]["samples_per_second"] == 100.0
 
 
 def test_the_utilisation_of_a_stage_follows_the_rate_at_that_time() -> None:
@@ -101,6 +158,28 @@ def test_the_utilisation_of_a_stage_follows_the_rate_at_that_time() -> None:
     assert computing_share(10.0, 9.0, paces, 8.0) == 1.0
     assert computing_share(10.0, 0.05, [], 8.0) is None
     assert computing_share(10.0, 0.05, paces, None) is None
+
+
+def test_the_newest_number_of_micro_batches_counts(case: Case) -> None:
+    rita, alice = case.requester(), case.provider("alice")
+    job = case.submit(rita)
+    case.match()
+    timing = TimingRecord(0, 8, forward=0.01, backward=0.02, step=0.0, to_next=0.0, to_previous=0.0)
+    pace = PaceRecord(0, 100, 40.0, 9.0, recent=40.0)
+    first = ScheduleRecord("sync", 1, "the plan's choice")
+    newest = ScheduleRecord("sync", 8, "8 are faster")
+    alice.report("training", records=[asdict(each) for each in (first, timing, pace)])
+    case.pass_time(10.0)
+    again = [asdict(each) for each in (newest, timing, pace)]
+    alice.report("training", records=again, first_record=3)
+    with case.server.db.read() as db:
+        (root,) = db.assignments.of_job(job)
+        began = db.telemetry.first_schedule(root.id)
+        (curve,) = job_curves(db, job, 50, 0, 100).stages
+        size = db.jobs.spec(job).training.batch_size
+    assert rita.get(f"/api/jobs/{job}")["progress"]["schedule"] == asdict(newest)
+    assert began == curve.times[0], "training began with the first one"
+    assert curve.shares == pytest.approx([0.03 * 40 / size, 0.03 * 40 / max(1, size / 8)])
 
 
 def test_a_long_curve_is_downsampled_with_its_extremes(case: Case) -> None:
@@ -134,9 +213,9 @@ def test_the_stream_sends_the_state_and_then_changes(case: Case) -> None:
         assert (name, state["me"]["role"]) == ("state", "admin")
         assert state["jobs"]["changed"][job]["curve"] == [[0, 3.0], [1, 2.0]]
         assert [each["name"] for each in state["providers"]["changed"].values()] == ["alice"]
-        case.time.now += PAUSE
+        case.time.now += PAGE_PAUSE
         await asyncio.to_thread(alice.report, "training", records=losses(1.5, first=2), first_record=2)
-        case.time.now += PAUSE
+        case.time.now += PAGE_PAUSE
         name, change = parsed(await anext(events))
         assert name == "change"
         changed = change["jobs"]["changed"][job]
@@ -147,6 +226,29 @@ def test_the_stream_sends_the_state_and_then_changes(case: Case) -> None:
         await events.aclose()
 
     admin = case.admin().credential
+    run(watch())
+
+
+def test_news_reach_a_browser_although_another_one_was_told_just_before(case: Case) -> None:
+    """The state is shared: what was read for one browser before the news is not taken for another."""
+    alice = case.provider("alice")
+    feed, admin = PageFeed(case.server), case.server.auth.member(case.admin().credential, "")
+
+    async def watch() -> None:
+        events = page_events(case.server, feed, admin, 30.0)
+        await anext(events)
+        await anext(events)
+        case.time.now += PAGE_PAUSE
+        feed.current()  # another browser
+        waiting = asyncio.ensure_future(anext(events))
+        await asyncio.to_thread(alice.post, "/api/providers", offer("alice", ram=9.0))
+        await asyncio.sleep(PAGE_PAUSE / 4)
+        assert not waiting.done()
+        case.time.now += PAGE_PAUSE
+        _, change = parsed(await waiting)
+        assert change["providers"]["changed"][alice.id]["ram"] == 9.0
+        await events.aclose()
+
     run(watch())
 
 
@@ -184,6 +286,37 @@ def test_a_requester_sees_own_jobs_and_no_work_for_others(case: Case) -> None:
     assert (set(itself.jobs), set(itself.providers)) == (set(), {alice.id})
 
 
+def test_jobs_of_many_others_do_not_hide_own_and_active_ones(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ravnest.server.web.feed.MOST_JOBS", 2)
+    rita, otto = case.requester("rita"), case.requester("otto")
+    waiting, own = case.submit(rita), case.submit(rita)
+    others = [case.submit(otto) for _ in range(3)]
+    for job in (own, *others):
+        case.server.job_service.cancel(job, MemberRecord("admin", ApiRole.ADMIN, "admin"))
+    feed = PageFeed(case.server)
+    assert list(feed.current().jobs) == [*others[:0:-1], waiting]
+    member = MemberRecord(rita.id, ApiRole.REQUESTER, "rita")
+    with feed.watched_by(member):
+        assert list(feed.current().seen_by(member).jobs) == [own, waiting]
+    case.time.now += PAGE_PAUSE
+    assert list(feed.current().seen_by(member).jobs) == [waiting]
+
+
+def test_the_memory_that_workers_take_is_summed(case: Case) -> None:
+    rita, alice = case.requester(), case.provider("alice")
+    job = case.submit(rita)
+    case.match()
+    alice.report("training", records=losses(3.0), memory={"now": 700, "peak": 900})
+    feed = PageFeed(case.server)
+    assert feed.current().used_memory == 700
+    assert feed.current().seen_by(MemberRecord("x", ApiRole.REQUESTER, "x")).used_memory == 700
+    case.server.job_service.cancel(job, MemberRecord("admin", ApiRole.ADMIN, "admin"))
+    case.time.now += PAGE_PAUSE
+    assert feed.current().used_memory == 0
+
+
 def test_a_provider_row_counts_what_it_has_delivered(case: Case) -> None:
     rita, alice = case.requester(), case.provider("alice")
     feed = PageFeed(case.server)
@@ -192,7 +325,7 @@ def test_a_provider_row_counts_what_it_has_delivered(case: Case) -> None:
     case.submit(rita)
     case.match()
     alice.report("failed", reason="too little memory", cause="machine")
-    case.time.now += PAUSE
+    case.time.now += PAGE_PAUSE
     row = feed.current().providers[alice.id]
     assert (row.finished, row.failed) == (0, 1)
 
@@ -203,7 +336,7 @@ def test_unchanged_items_stay_the_same_objects(case: Case) -> None:
     case.submit(rita)
     feed = PageFeed(case.server)
     before = feed.current()
-    case.time.now += PAUSE
+    case.time.now += PAGE_PAUSE
     after = feed.current()
     assert before is not after
     assert all(after.jobs[key] is card for key, card in before.jobs.items())
@@ -223,10 +356,14 @@ def test_the_number_of_streams_is_limited() -> None:
             pass
     with places.taken("a"):
         pass
+    with places.taken("2001:db8::1"), places.taken("2001:db8::2"):  # one household
+        assert "address" in places.refusal("2001:db8::3")
 
 
 def test_a_stream_without_a_place_is_refused(tmp_path: Path) -> None:
     limits = ConnectionLimits(pages=0)
     with opened(tmp_path, settings=ServerSettings(connections=limits)) as case:
-        answer = browser(case, token(case)).get("/page/stream")
+        page = browser(case, token(case))
+        answer = page.get("/page/stream")
+        assert "too many browsers" in page.get("/page/whoami").json()["refusal"]
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "5")

@@ -10,6 +10,7 @@ from torch import nn
 
 from ravnest.jobs.job import Job
 from ravnest.jobs.packing import PackedJob, pack_job
+from ravnest.plan.cluster_cost import about_clusters
 from ravnest.schemas.auth import ApiRole
 from ravnest.server.http.app import create_app
 from ravnest.server.server import Server
@@ -46,6 +47,25 @@ def test_a_model_is_cut_for_the_connected_providers(packed: PackedJob, tmp_path:
             for name in ("stage", "weights"):
                 assert len(member.get(f"/api/artifacts/{body[name]['sha256']}")) == body[name]["size"]
         assert not list(server.folder.scratch.iterdir())
+
+
+def test_the_reason_of_a_plan_says_what_several_clusters_cost(packed: PackedJob, tmp_path: Path) -> None:
+    """It is what ``ravnest submit`` prints."""
+    server = Server(tmp_path, clock=Time().clock())
+    with server.opened():
+        case = Case(server, TestClient(create_app(server)), Time(), FakePlanner())
+        rita = case.member(ApiRole.REQUESTER)
+        for path in packed.files.values():
+            rita.upload(path.read_bytes())
+        spec = packed.spec.model_copy(update={"clusters": 2})
+        job = rita.post("/api/jobs", spec, 201)["id"]
+        for i in range(4):
+            member = case.member(ApiRole.PROVIDER, f"p{i}")
+            member.post("/api/providers", offer(f"p{i}", address=f"127.0.0.1:{9000 + i}"))
+        server.matching.run_once()
+        told = {each["after"]: each["reason"] for each in rita.get(f"/api/jobs/{job}/events")}
+        assert told["planned"].endswith(about_clusters(2))
+        assert about_clusters(2) in rita.get(f"/api/jobs/{job}")["plan"]
 
 
 def test_an_invalid_model_fails_its_job_with_a_reason(packed: PackedJob, tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def test_a_running_job_is_shown_to_those_who_may_see_it(tmp_path: Path) -> None:
         text = rita.get("/metrics").decode()
         lines = text.splitlines()
         assert all(line.startswith("# ") or _LINE.match(line) for line in lines), text
-        assert f'ravnest_job_updates_total{{job="{job}",name="digits"}} 2' in text
+        assert f'ravnest_job_updates{{job="{job}",name="digits"}} 2' in text
+        assert "# TYPE ravnest_job_updates gauge" in lines, "it falls after the loss of a node"
         assert f'ravnest_job_loss{{job="{job}",name="digits"}} 0.75' in text
         assert 'ravnest_providers{state="training"} 1' in lines
         assert 'ravnest_offered_memory_bytes{used="yes"} 4000000000' in lines

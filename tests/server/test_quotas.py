@@ -16,7 +16,11 @@ from sqlalchemy import event
 
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.auth import ApiRole
+from ravnest.schemas.base import Artifact
+from ravnest.schemas.jobs import JobSpec
+from ravnest.server import retention_service
 from ravnest.server.artifacts import ArtifactFolder, FileTotals, StoredFile
+from ravnest.server.assignments import needed_files
 from ravnest.server.disk_ballast import DiskBallast
 from ravnest.server.retention_service import expired
 from ravnest.server.settings import ServerSettings
@@ -67,11 +71,42 @@ def test_the_number_of_files_is_limited(tmp_path: Path) -> None:
 def test_uploads_in_progress_reserve_their_space(tmp_path: Path, disk: list[int]) -> None:
     folder = ArtifactFolder(tmp_path, reserve=1000)
     disk[0] = 2000
-    with folder.upload(sha(b"one"), 700, 0, "a"):
-        refused(507, folder, b"two", 301, "b")
-        folder.append(sha(b"two"), 300, 0, [b"t"], "b")
+    with folder.upload(sha(b"one"), 400, 0, "a"):
+        refused(507, folder, b"two", 601, "b")
+        folder.append(sha(b"two"), 600, 0, [b"t"], "b")
     folder.append(sha(b"three"), 1000, 0, [b"t"], "c")
     refused(507, folder, b"four", 1001, "d")
+
+
+def test_members_that_declare_all_of_the_disk_leave_half_of_it(tmp_path: Path, disk: list[int]) -> None:
+    """One connection that declared all free space had everybody else refused."""
+    time = Time()
+    folder = ArtifactFolder(tmp_path, reserve=1000, clock=lambda: time.now)
+    disk[0] = 2000
+    with folder.upload(sha(b"one"), 1000, 0, "mallory") as one:
+        refused(507, folder, b"more", 1, "mallory")
+        folder.append(sha(b"two"), 500, 0, [b"t"], "b")
+        with folder.upload(sha(b"three"), 500, 0, "mallet"):
+            folder.append(sha(b"two"), 500, 1, [b"w"], "b")
+        refused(507, folder, b"four", 501, "b")
+        time.now += 59
+        one.write(b"x")
+        time.now += 59
+        refused(507, folder, b"four", 501, "b")
+        time.now += 2  # a minute without progress
+        folder.append(sha(b"four"), 501, 0, [b"t"], "b")
+
+
+def test_incomplete_uploads_of_others_are_not_counted_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ArtifactFolder(tmp_path, quota=FileTotals(1000, 10))
+    folder.append(sha(b"one"), 600, 0, [b"o"], "a")
+    again = ArtifactFolder(tmp_path, quota=FileTotals(1000, 10))
+    refused(413, again, b"two", 1000)
+    monkeypatch.setattr(Path, "glob", lambda *_: pytest.fail("all partial files are listed"))
+    again.append(sha(b"three"), 999, 0, [b"t"], "a")
+    refused(413, again, b"four", 2)
 
 
 def test_the_disk_is_checked_at_each_block(tmp_path: Path, disk: list[int]) -> None:
@@ -230,6 +265,24 @@ def test_files_of_jobs_that_have_not_ended_or_can_be_resumed_stay(now: Case) -> 
         aged(now, artifact(name).sha256, 100)
     now.server.clean_up()
     assert all(exists(now, name) for name in FILES)
+
+
+def test_the_jobs_that_need_files_are_read_once(now: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The specifications of all jobs were read for each 50 deleted files, while everybody waited."""
+    training_pair(now)
+    read: list[object] = []
+
+    def files(found: JobSpec) -> list[Artifact]:
+        read.append(found)
+        return needed_files(found)
+
+    monkeypatch.setattr(retention_service, "needed_files", files)
+    rob = now.requester("rob")
+    for number in range(120):
+        aged(now, rob.upload(b"%d" % number), 31)
+    now.server.clean_up()
+    now.server.clean_up()
+    assert len(read) == 1
 
 
 def test_results_are_deleted_after_some_time(now: Case) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,19 @@ from safetensors.torch import load_file, save_file
 from server_cases import Caller, opened
 from torch import nn
 
+from ravnest.errors import StageFormatError
+from ravnest.jobs import tensor_file
 from ravnest.jobs.model import pack_model, read_units, write_stage
+from ravnest.jobs.tensor_file import TensorFile
 from ravnest.plan.profiler import profile_model
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import NamedComponent, ResultFile, TrainingSpec
 from ravnest.schemas.providers import Assignment, DataShare
+from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.result_check import ShippedResultCheck
+from ravnest.server.scheduling.file_checks import FileCheckingProcess
+from ravnest.server.scheduling.planner_process import PlannerProcess
+from ravnest.server.settings import PlanningLimits
 from ravnest.split.encoding import stage_from_json
 from ravnest.split.splitter import prepare
 from ravnest.store.bundle import STAGE_FILE, WEIGHTS_FILE, load_module
@@ -114,6 +122,67 @@ def shop(built: Shop, tmp_path: Path) -> Shop:
 
 def test_the_trained_stages_of_the_plan_are_accepted(shop: Shop) -> None:
     assert shop.check() == ""
+
+
+def test_files_of_providers_are_read_in_another_process(shop: Shop, tmp_path: Path) -> None:
+    folder = ArtifactFolder(tmp_path / "folder")
+    process = PlannerProcess(1 << 30)
+    checks = FileCheckingProcess(tmp_path / "folder", PlanningLimits(), process)
+
+    def check() -> str:
+        files = shop.result()
+        for path in shop.artifacts.iterdir():
+            folder.add(Path(shutil.copy(path, tmp_path / "copy")))
+        return checks.check_result(files, shop.cluster)
+
+    try:
+        assert check() == ""
+        shop.change_manifest(1, run="run-2")
+        assert check() == "its stages are of different runs"
+    finally:
+        process.close()
+
+
+def test_files_that_end_the_process_are_no_result(shop: Shop, tmp_path: Path) -> None:
+    process = PlannerProcess(1 << 30, (sys.executable, "-c", "raise SystemExit"))
+    checks = FileCheckingProcess(tmp_path, PlanningLimits(), process)
+    assert "cannot be checked: the planner process of the server died" in checks.check_result(
+        shop.result(), shop.cluster
+    )
+
+
+def test_a_header_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = json.dumps(
+        {f"t{n}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(80_000)}
+    ).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    monkeypatch.setattr(tensor_file, "safe_open", lambda *_args, **_more: pytest.fail("it is read"))
+    with pytest.raises(StageFormatError, match="has a header of"):
+        TensorFile.read(path)
+
+
+def test_a_root_cannot_have_each_report_checked(tmp_path: Path) -> None:
+    checked: list[str] = []
+
+    def check(files: Sequence[ResultFile], _cluster: Mapping[int, Assignment]) -> str:
+        checked.append(files[0].artifact.sha256)
+        return "it is none"
+
+    with opened(tmp_path, check_result=check) as case:
+        rita, mallory = case.requester(), case.provider("mallory")
+        case.submit(rita)
+        case.match()
+        for number in range(20):
+            content = f"{number}".encode()
+            artifact = {"sha256": mallory.upload(content), "size": len(content)}
+            files = [{"name": "node_0.json", "artifact": artifact}]
+            best = {"epoch": number, "metric": "accuracy", "value": 0.5, "files": files}
+            mallory.report("training", best=best, result=files)
+        assert len(checked) == 1
+        case.pass_time(60)
+        mallory.report("training", best=best)
+        assert len(checked) == 2
 
 
 def first(tensors: dict[str, torch.Tensor]) -> str:

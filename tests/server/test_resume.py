@@ -1,5 +1,6 @@
 """Jobs that continue an ended one: over the HTTP API, and what does not fit."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from server_cases import Caller, Case, artifact, opened, spec
 
 from ravnest.schemas.base import Artifact
 from ravnest.schemas.jobs import JobSpec, ModelFiles, NamedComponent
+from ravnest.server import job_resume
 from ravnest.server.resume_state import same_loader
 from ravnest.server.settings import ServerSettings
 
@@ -169,3 +171,24 @@ def test_what_forms_the_batches() -> None:
     assert same_loader(spec(), with_training(epochs=9, compression="fp16"))
     for changes in ({"seed": 1}, {"shuffle": False}, {"drop_last": True}, {"update_frequency": 2}):
         assert not same_loader(spec(), with_training(**changes))
+
+
+def test_files_are_not_read_while_others_wait(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The headers of two models were read in the transaction of a submission."""
+    read: list[bool] = []
+
+    def others_write(*_: object) -> str:
+        def write() -> None:
+            with case.server.db.write(1.0):
+                read.append(True)
+
+        thread = threading.Thread(target=write, daemon=True)
+        thread.start()
+        thread.join(5)
+        assert read, "the transaction of the submission is open"
+        return ""
+
+    monkeypatch.setattr(job_resume, "weights_misfit", others_write)
+    rita, job, _, _ = cancelled(case)
+    rita.post(f"/api/jobs/{job}/resume", status=201)
+    assert len(read) == 1

@@ -23,7 +23,7 @@ steady = settings(deadline=None, derandomize=True)
 
 def pool(count: int) -> list[IdleProvider]:
     """Providers p0, p1, ... from strong to weak."""
-    return [IdleProvider(f"p{n}", compute=100.0 - n, ram=8.0) for n in range(count)]
+    return [IdleProvider(f"p{n}", (100.0 - n) * 8.0) for n in range(count)]
 
 
 def started(decisions: tuple[QueueDecision, ...]) -> dict[str, tuple[str, ...]]:
@@ -37,12 +37,12 @@ def test_a_job_gets_all_idle_providers_up_to_its_maximum() -> None:
     assert started(decide([job], {}, pool(3))) == {"j": ("p0", "p1")}
 
 
-def test_providers_are_ordered_by_compute_times_ram_then_id() -> None:
+def test_providers_are_ordered_by_strength_then_id() -> None:
     providers = [
-        IdleProvider("fast", compute=100, ram=1),
-        IdleProvider("b", compute=20, ram=8),
-        IdleProvider("a", compute=40, ram=4),
-        IdleProvider("large", compute=10, ram=32),
+        IdleProvider("fast", 100 * 1),
+        IdleProvider("b", 20 * 8),
+        IdleProvider("a", 40 * 4),
+        IdleProvider("large", 10 * 32),
     ]
     (decision,) = decide([WaitingJob("j", "ann", 1.0)], {}, providers)
     assert decision.providers == ("large", "a", "b", "fast")
@@ -145,8 +145,7 @@ jobs = st.builds(
 providers = st.builds(
     IdleProvider,
     id=st.uuids().map(str),
-    compute=st.integers(1, 4).map(float),
-    ram=st.integers(1, 4).map(float),
+    strength=st.integers(1, 16).map(float),
 )
 waiting_lists = st.lists(jobs, max_size=8, unique_by=lambda job: job.id)
 pools = st.lists(providers, max_size=8, unique_by=lambda provider: provider.id)

@@ -216,6 +216,14 @@ def test_the_job_sets_clusters_and_update_frequency(packed: Packed) -> None:
     assert planned.plan.update_frequency == 3
 
 
+def test_the_schedule_of_the_job_is_planned(packed: Packed) -> None:
+    late = planned_for(job(training={"schedule": "async"}), packed, local(2)).plan
+    exact = planned_for(job(training={"schedule": "sync"}), packed, local(2)).plan
+    assert (late.schedule, exact.schedule) == ("async", "sync")
+    assert late.stage_of(0).memory.versions + late.stage_of(1).memory.versions > 0
+    assert exact.stage_of(0).memory.versions == exact.stage_of(1).memory.versions == 0
+
+
 def test_the_explanation_names_the_layers_of_the_model(packed: Packed) -> None:
     words = planned_for(job(), packed, local(2)).explanation
     assert words.startswith("2 nodes in 1 cluster train about ")

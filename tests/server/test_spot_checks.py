@@ -54,8 +54,9 @@ def test_the_sender_is_blamed_and_its_accuser_the_second_time() -> None:
     assert history.differs(PLACE, "alice", "bob") == "sender"
     assert history.differs(PLACE, "alice", "bob") == "sender", "the same provider, wrong again"
     assert history.differs(PLACE, "carol", "bob") == "receiver", "two stand against one"
-    other = CheckedPlace("job", 0, 1, 0)
-    assert history.differs(other, "dave", "bob") == "sender"
+    other = CheckedPlace("job", 1, 1, 2)
+    assert history.differs(other, "dave", "bob") == "receiver", "a new plan does not clear its record"
+    assert history.differs(CheckedPlace("other", 0, 0, 0), "dave", "bob") == "sender"
     assert history.differs(PLACE, "carol", "erin") == "sender"
     history.keep({"another job"})
     assert history.differs(PLACE, "carol", "bob") == "sender"

@@ -1,5 +1,6 @@
 """Takeover of lost nodes over the HTTP API: vacant places, spares, returns, waits and restarts."""
 
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoint_cases import provider, training_pair
+from cryptography import x509
 from server_cases import Caller, Case, FakePlanner, Time, losses, offer, opened, validation
 from takeover_cases import finish, leave, phase, recoveries, state_of, view
 
@@ -14,6 +16,7 @@ from ravnest.deadlines import LOST_AFTER, REJOIN_SILENCE, TRAINING_SILENCE
 from ravnest.server.unit_of_work import UnitOfWorkFactory
 from ravnest.server.web.curves import loss_buckets
 from ravnest.telemetry import CheckpointRecord, RecoveryRecord
+from ravnest.transport.certificates import signing_request
 
 
 def fail(caller: Caller, cause: str = "passing", reason: str = "killed by SIGKILL") -> Any:
@@ -25,6 +28,20 @@ def checkpoint(update: int) -> dict[str, Any]:
 
 
 # A spare
+
+
+def test_the_certificate_of_a_spare_names_its_generation(case: Case) -> None:
+    """Nodes compare it with the Hello: the machine before cannot pass for one that came later."""
+    _rita, job, _alice, bob = training_pair(case)
+    carol = provider(case, "carol", 2)
+    request = {"csr": signing_request("node_1-g5")[0].decode()}
+    names = []
+    for each, assignment in ((bob, f"{job}-1"), (carol, f"{job}-1-g1")):
+        signed = each.post(f"/api/assignments/{assignment}/certificate", request)["certificate"]
+        names.append(x509.load_pem_x509_certificate(signed.encode()).subject.rfc4514_string())
+        if each is bob:
+            leave(bob)
+    assert names == ["CN=node_1", "CN=node_1-g1"]
 
 
 def test_a_spare_takes_the_place_of_a_lost_node(case: Case) -> None:
@@ -87,10 +104,16 @@ def test_a_root_can_be_replaced_and_its_losses_stay(case: Case) -> None:
     alice.report("training", records=[*losses(4.0, 3.0, 2.0), validation(0, 0.5)])
     leave(alice)
     assert view(rita, job)["progress"]["loss"] == 2.0
+    case.pass_time(1.0)
     carol.report("training", records=[*losses(2.5, 1.5, 1.0, first=1), validation(1, 0.75)])
     history = rita.get(f"/api/jobs/{job}/losses")
     assert (history["updates"], history["losses"]) == ([0, 1, 2, 3], [4.0, 2.5, 1.5, 1.0])
     assert [each["value"] for each in history["validations"]] == [0.5, 0.75]
+    assert [len(history[name]) for name in ("times", "epochs", "staleness")] == [4, 4, 4]
+    assert history["times"][0] < history["times"][1], "the others arrived after the takeover"
+    since = history["validation_times"][1]
+    later = rita.get(f"/api/jobs/{job}/losses?first=4&since={since}")
+    assert (later["updates"], [each["value"] for each in later["validations"]]) == ([], [0.75])
     assert view(rita, job)["progress"]["updates"] == 4
     assert view(rita, job)["clusters"][0]["loss"]["loss"] == 1.0
     with case.server.db.read() as db:
@@ -135,17 +158,94 @@ def test_after_a_failure_of_the_machine_another_one_is_preferred(case: Case) -> 
     assert bob.heartbeat()["assignment"] == f"{job}-1-g2"
 
 
-def test_an_error_of_the_job_is_not_repeated_elsewhere(case: Case) -> None:
+def test_an_error_of_the_job_ends_it_once_a_second_provider_has_it(case: Case) -> None:
     rita, job, alice, bob = training_pair(case)
     carol = provider(case, "carol", 2)
     fail(bob, "job", "the labels do not fit the loss")
-    assert carol.heartbeat()["assignment"] is None
+    carol.report("training", assignment=f"{job}-1-g1")
+    fail(carol, "job", "the labels do not fit the loss")
     case.pass_time(case.server.settings.ending_grace)
     assert alice.heartbeat()["assignment"] is None
     found = view(rita, job)
     assert found["state"] == "failed"
-    assert "(bob): the labels do not fit the loss" in found["reason"]
-    assert recoveries(rita, job) == []
+    assert "(carol): the labels do not fit the loss" in found["reason"]
+    with case.server.db.read() as db:
+        assert not db.assignments.unreliable([alice.id, bob.id, carol.id]), "the job is to blame"
+
+
+def test_one_provider_cannot_end_a_job_that_another_can_train(case: Case) -> None:
+    """A provider that called its failure one of the job ended it, and stayed the first choice."""
+    rita, job, alice, mallory = training_pair(case)
+    carol = provider(case, "carol", 2)
+    assert fail(mallory, "job", "the loss is nan")["assignment"] is None
+    assert carol.heartbeat()["assignment"] == f"{job}-1-g1"
+    assert mallory.heartbeat()["assignment"] is None
+    assert view(rita, job)["state"] != "failed"
+    carol.report("training")
+    leave(carol)
+    case.match()
+    assert mallory.heartbeat()["assignment"] is None, "it does not confirm itself"
+    dave = provider(case, "dave", 3)
+    case.match()
+    dave.report("training")
+    finish(alice)
+    dave.report("finished")
+    assert view(rita, job)["state"] == "done"
+    with case.server.db.read() as db:
+        found = db.assignments.unreliable([alice.id, mallory.id, carol.id, dave.id])
+    assert found == {mallory.id}, "it comes last from now on"
+
+
+def test_a_provider_that_is_lost_again_and_again_does_not_end_the_job(case: Case) -> None:
+    """It got its place back until the place was given up, although others were idle."""
+    rita, job, alice, mallory = training_pair(case)
+    carol = provider(case, "carol", 2)
+    for generation in (1, 2):
+        assert fail(mallory)["assignment"] == f"{job}-1-g{generation}"
+    assert fail(mallory)["assignment"] is None
+    assert carol.heartbeat()["assignment"] == f"{job}-1-g3"
+    carol.report("training")
+    finish(alice)
+    carol.report("finished")
+    assert view(rita, job)["state"] == "done"
+
+
+def test_an_error_of_the_job_ends_it_at_once_if_nobody_can_confirm_it(case: Case) -> None:
+    rita, job, alice, bob = training_pair(case)
+    fail(bob, "job", "the loss is nan")
+    assert "(bob): the loss is nan" in view(rita, job)["reason"]
+    fail(alice, "job", "node_1: the loss is nan")
+    found = view(rita, job)
+    assert found["state"] == "failed"
+    with case.server.db.read() as db:
+        assert db.assignments.unreliable([alice.id, bob.id]) == {bob.id}
+
+
+def test_a_spare_that_cannot_take_the_place_does_not_keep_a_failed_job_waiting(case: Case) -> None:
+    case.planner.ram = 3_000_000_000
+    rita, job, alice, bob = training_pair(case)
+    provider(case, "carol", 2, ram=1.0)
+    fail(bob, "job", "the loss is nan")
+    fail(alice, "job", "node_1: the loss is nan")
+    found = view(rita, job)
+    assert found["state"] == "failed"
+    assert "(bob): the loss is nan" in found["reason"]
+
+
+def test_a_node_that_was_told_of_a_failure_takes_its_place_again(case: Case) -> None:
+    """Else a node that tells its neighbours that the job fails would have them all suspected."""
+    rita, job, alice, mallory = training_pair(case)
+    carol = provider(case, "carol", 2)
+    reason = "node_1: the loss is nan"
+    assert fail(alice, "job", reason)["assignment"] == f"{job}-0-g1"
+    fail(mallory, "job", reason)
+    assert carol.heartbeat()["assignment"] == f"{job}-1-g1"
+    assert mallory.heartbeat()["assignment"] is None
+    for each in (alice, carol):
+        each.report("training")
+    finish(alice)
+    carol.report("finished")
+    assert view(rita, job)["state"] == "done"
 
 
 def test_a_place_is_given_up_after_three_refills_without_a_checkpoint(case: Case) -> None:
@@ -586,7 +686,7 @@ def test_a_server_that_is_killed_during_a_takeover_finds_the_truth_again(
         rita, job, alice, bob = training_pair(case)
         takeover = Takeover(case, job, alice, bob, provider(case, "carol", 2))
         # The event loop of the test client ends with the server, maybe before its answer is asked for.
-        with monkeypatch.context() as patch, suppress(KilledError, RuntimeError):
+        with monkeypatch.context() as patch, suppress(KilledError, RuntimeError, CancelledError):
             killed_after(patch, commits)
             takeover.begin(step)
     with opened(tmp_path, time=time) as case:

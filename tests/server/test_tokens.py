@@ -133,6 +133,9 @@ def test_a_node_certificate_has_only_the_name_of_the_plan(scene: Scene) -> None:
     authority = x509.load_pem_x509_certificate(signed.authority.encode())
     certificate.verify_directly_issued_by(authority)
     assert certificate.subject.rfc4514_string() == "CN=node_2"
+    later = scene.auth.sign("job-1", 2, request.decode(), generation=3)
+    certificate_of_next = x509.load_pem_x509_certificate(later.certificate.encode())
+    assert certificate_of_next.subject.rfc4514_string() == "CN=node_2-g3"
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert list(names) == [x509.DNSName("node_2")]
     constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value

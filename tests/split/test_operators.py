@@ -8,7 +8,8 @@ from importlib.resources import files
 import pytest
 import torch
 
-from ravnest.errors import OperatorError
+from ravnest.errors import OperatorError, RavnestError
+from ravnest.split import split
 from ravnest.split.operator_guards import executable
 from ravnest.split.operators import allowed_aten, name_of, resolve
 
@@ -42,6 +43,17 @@ FORBIDDEN = [
     "aten::_stack.default",
     "aten::range.step",
     "aten::special_hermite_polynomial_h.n_scalar",
+    "aten::lcm.default",
+    "aten::lcm_.default",
+    "aten::gcd.default",
+    "aten::polygamma.default",
+    "aten::mvlgamma_.default",
+    "aten::igamma.default",
+    "aten::special_zeta.default",
+    "aten::special_bessel_j0.default",
+    "aten::linalg_eig.default",
+    "aten::linalg_tensorinv.default",
+    "aten::fft_hfft.default",
     "aten::__class__.default",
     "aten::add.__class__",
     "aten::add",
@@ -81,6 +93,32 @@ def test_every_operator_has_a_group() -> None:
     assert len(names) == len(set(names)) == len(allowed_aten())
     for listed in found.values():
         assert listed == sorted(listed, key=lambda name: (name.strip("_"), name))
+
+
+NEEDED = {
+    "special": "digamma entr erf erfc erfinv exp2 expit expm1 gammaln i0 i0e log1p log_ndtr log_softmax "
+    "logit logsumexp ndtr round sinc softmax xlog1py xlogy",
+    "linalg": "cholesky cholesky_ex cross det diagonal eigh eigvalsh inv inv_ex lstsq matmul matrix_exp "
+    "matrix_norm matrix_power multi_dot norm pinv qr slogdet solve solve_ex solve_triangular svd "
+    "svdvals vecdot vector_norm",
+}
+"""Functions that layers, losses, distributions and parametrizations of torch use, and their aliases."""
+
+
+@pytest.mark.parametrize("family", NEEDED)
+def test_a_family_has_what_models_need_and_no_more(family: str) -> None:
+    """Each operator is one more kernel that a job can attack: an addition needs a model that uses it."""
+    listed = {name for name in allowed_aten() if name.startswith(f"{family}_")}
+    assert listed == {f"{family}_{name}" for name in NEEDED[family].split()}
+
+
+def test_a_model_with_an_operator_that_is_not_listed_is_refused_with_its_name() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.lcm(x, x)
+
+    with pytest.raises(RavnestError, match=r"aten::lcm"):
+        split(Model(), torch.ones(4, 3, dtype=torch.int64), stages=1)
 
 
 def test_the_list_has_no_forbidden_family() -> None:

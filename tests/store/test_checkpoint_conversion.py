@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from whole_state import RANDOM, ROOT, WholeState, prepared_variants, random_stages
+from whole_state import RANDOM, RECENT, ROOT, WholeState, prepared_variants, random_stages
 
 from ravnest.errors import StageFormatError
 from ravnest.jobs.model import pack_model, read_units
@@ -95,6 +96,45 @@ def test_the_epoch_can_begin_anew(variants: list[PreparedModel], tmp_path: Path)
     begin = {"batches": 0, "microbatches": 0, "samples": 0, "data": ""}
     assert decode(first.progress)["root"] == ROOT | begin
     assert decode(last.progress)["leaf"] == RANDOM
+    for manifest in (first, last):
+        updates = decode(manifest.progress)["updates"]
+        # The 4.5 steps of the epoch so far are not made again.
+        assert (updates["scheduler_due"], updates["epoch_steps"]) == (0.25 - 4.5, 0.0)
+    later, *_ = convert_checkpoints(old, stages, start=EpochStart(2, 3))
+    updates = decode(later.progress)["updates"]
+    assert (updates["scheduler_due"], updates["epoch_steps"]) == (0.25, 0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scheduler_due": 1e18},
+        {"scheduler_due": math.nan},
+        {"epoch_steps": math.inf},
+        {"epoch_steps": ""},
+    ],
+)
+def test_a_wrong_progress_of_the_scheduler_is_refused(
+    variants: list[PreparedModel], tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    stored = WholeState.at_random(variants[0], 1).checkpoint(
+        tmp_path / "old", stages_of(variants[0])[0], **wrong
+    )
+    with pytest.raises(StageFormatError, match="stage 0 is damaged: its scheduler"):
+        convert_checkpoints(checkpoint_set([stored]), new_stages(tmp_path, stages_of(variants[0], 1)))
+
+
+def test_another_job_does_not_report_the_results_again(
+    variants: list[PreparedModel], tmp_path: Path
+) -> None:
+    state = WholeState.at_random(variants[0], 1)
+    old = checkpoint_set(write_all(tmp_path, state, stages_of(variants[0], 2)))
+    stages = new_stages(tmp_path, stages_of(variants[0], 1, 3))
+    recent = [
+        [decode(each.progress)["recent"] for each in convert_checkpoints(old, stages, same_job=same)]
+        for same in (True, False)
+    ]
+    assert recent == [[RECENT, None, None], [None, None, None]]
 
 
 Change = Callable[[WholeState], WholeState]

@@ -23,6 +23,7 @@ from ravnest.types import CheckpointId
 
 RANDOM = {"torch": b"\x01\x02", "python": (3, (1, 2), None), "loaders": [b"\x05"]}
 ROOT = {"epoch": 1, "batches": 4, "microbatches": 8, "samples": 32, "data": "ab", "random": RANDOM}
+RECENT = '[{"kind": "loss"}]'
 GROUPS = [{"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.2, "betas": (0.9, 0.99)}]
 SCHEDULER = {"last_epoch": 7, "best": float("nan"), "milestones": {4: 1}}
 
@@ -69,7 +70,13 @@ class WholeState:
     id: CheckpointId = CHECKPOINT
     cluster: int = 0
     updates: Mapping[str, Any] = field(
-        default_factory=lambda: {"groups": GROUPS, "scheduler": SCHEDULER, "scheduler_steps": 12}
+        default_factory=lambda: {
+            "groups": GROUPS,
+            "scheduler": SCHEDULER,
+            "scheduler_steps": 12,
+            "scheduler_due": 0.25,
+            "epoch_steps": 4.5,
+        }
     )
 
     @classmethod
@@ -108,6 +115,7 @@ class WholeState:
             "validations": {1: ("accuracy", 0.5, 7)},
             "updates": updates | changed,
             "averaging_samples": 24,
+            "recent": RECENT if spec.index == 0 else None,
         }
         manifest = CheckpointManifest(
             plan,

@@ -164,6 +164,18 @@ def test_clocks_without_messages_both_ways_are_taken_as_they_are() -> None:
     assert (second.ahead, second.error) == (0, None)
 
 
+def test_the_last_seconds_are_those_of_one_clock() -> None:
+    hour = 3_600_000_000
+    root, leaf = _messages([100, 100], [100, 100], hour)
+    root = NodeTrace(root.node, (*root.spans, TraceSpan(SpanKind.STEP, 2_000_000, 10)))
+    document = chrome_trace([root, leaf], seconds=1.0)
+    assert [each["name"] for each in document["traceEvents"] if each["ph"] == "X"] == ["optimizer step"]
+    everything = chrome_trace([root, leaf], seconds=60.0)["traceEvents"]
+    assert {each["pid"] for each in everything if each["ph"] == "X"} == {1, 2}, (
+        "not the clock ahead only"
+    )
+
+
 def test_spans_of_a_row_lie_within_each_other_or_apart() -> None:
     spans = [TraceSpan(SpanKind.SEND, start, end - start) for start, end in ((0, 10), (5, 20), (6, 8))]
     found = [(span.start, span.end) for span in nested([*spans, TraceSpan(SpanKind.SEND, 30, 0)])]

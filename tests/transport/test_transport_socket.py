@@ -1,5 +1,6 @@
 """Sockets on loopback: killed processes, clients that do not follow the protocol, full buffers."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -58,6 +59,52 @@ def assert_works(pair: Pair) -> None:
 
 def frame_of(size: int) -> bytes:
     return b"".join(seal(Kind.CHUNK, 0, [bytes(size)]))
+
+
+# Listeners
+
+
+def test_a_listener_outlives_a_burst_of_strangers(
+    made: list[SocketTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptors and threads were used up for a moment, and nobody could connect any more."""
+    monkeypatch.setattr(socket_server, "_ACCEPT_PAUSE", 0.01)
+    near, far = open_transport(made), open_transport(made)
+    failures = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.ENFILE, "x")]
+    accept, start = socket.socket.accept, threading.Thread.start
+    full = threading.Event()
+
+    def failing(self: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return accept(self)
+
+    def without_room(self: threading.Thread) -> None:
+        if self.name == "ravnest link reader" and not full.is_set():
+            full.set()
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    address = far.serve(LOOPBACK, lambda peer: hello(1), Inbox(), lambda link: None)
+    monkeypatch.setattr(threading.Thread, "start", without_room)
+    stranger = socket.create_connection((address.host, address.port), SECONDS)
+    stranger.settimeout(SECONDS)
+    assert stranger.recv(1) == b"", "no thread for it"
+    stranger.close()
+    near.dial(address, hello(0), Inbox(), deadline=SECONDS)
+    assert failures == []
+
+
+def test_a_stopped_listener_does_not_accept_again(made: list[SocketTransport]) -> None:
+    far = open_transport(made)
+    address = far.serve(LOOPBACK, lambda peer: hello(1), Inbox(), lambda link: None)
+    (listener,) = [each for each in threading.enumerate() if each.name == "ravnest listener"]
+    far.close()
+    listener.join(SECONDS)
+    assert not listener.is_alive()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((address.host, address.port), SECONDS)
 
 
 # Streams of frames

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 from transport_nodes import EVERYWHERE, LOOPBACK, SECONDS, Inbox, Pair, connect, credentials, hello
 
 from ravnest.errors import RefusedError, TransportError, UnreachableError
@@ -20,7 +21,7 @@ from ravnest.transport.socket_transport import SocketTransport
 from ravnest.transport.tls import Credentials, dial_address, dialling_context, is_loopback
 from ravnest.types import Address, MicrobatchId
 from ravnest.wire.frames import encode
-from ravnest.wire.messages import Forward, Goodbye, HelloRefused, Message
+from ravnest.wire.messages import Forward, Goodbye, Hello, HelloRefused, Message
 
 
 @pytest.fixture
@@ -174,6 +175,40 @@ def test_a_server_cannot_claim_to_be_another_node(
     caller = open_transport(made, credentials(authority, 0))
     with pytest.raises(RefusedError, match="no certificate of node_1 of this plan"):
         caller.dial(address, hello(0), Inbox(), deadline=SECONDS, expect=1)
+
+
+@pytest.mark.parametrize(("certified", "claimed"), [(0, 1_000_000), (1, 2), (1, 0)])
+def test_a_machine_cannot_claim_another_generation(
+    made: list[SocketTransport], authority: Authority, certified: int, claimed: int
+) -> None:
+    """A revoked machine called itself the millionth one, and the one that took its place was refused."""
+    machine = open_transport(made, credentials(authority, 1, generation=certified))
+    other = open_transport(made, credentials(authority, 0))
+    admitted: list[Hello] = []
+    lie = structs.replace(hello(1), generation=claimed)
+
+    def admit(peer: Hello) -> Hello:
+        admitted.append(peer)
+        return hello(0)
+
+    address = other.serve(EVERYWHERE, admit, Inbox(), lambda link: None)
+    with pytest.raises(RefusedError, match=r"claim to be node_1.*certificate belongs to node_1"):
+        machine.dial(address, lie, Inbox(), deadline=SECONDS)
+    assert admitted == []
+    address = machine.serve(EVERYWHERE, lambda peer: lie, Inbox(), lambda link: None)
+    with pytest.raises(RefusedError, match="claims to be node_1"):
+        other.dial(address, hello(0), Inbox(), deadline=SECONDS, expect=1)
+
+
+def test_the_machine_that_takes_a_place_has_a_certificate_of_its_generation(
+    made: list[SocketTransport], authority: Authority
+) -> None:
+    second = open_transport(made, credentials(authority, 1, generation=2))
+    other = open_transport(made, credentials(authority, 0))
+    own = structs.replace(hello(1), generation=2)
+    address = second.serve(EVERYWHERE, lambda peer: own, Inbox(), lambda link: None)
+    link = other.dial(address, hello(0), Inbox(), deadline=SECONDS, expect=1)
+    assert link.peer.generation == 2
 
 
 def test_a_tls_client_cannot_use_an_unencrypted_port(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ravnest.transport.base import Link, Transport
-from ravnest.transport.certificates import Authority
+from ravnest.transport.certificates import Authority, certificate_name
 from ravnest.transport.memory import MemoryNetwork
 from ravnest.transport.socket_transport import SocketTransport
 from ravnest.transport.tls import Credentials
@@ -76,7 +76,7 @@ class Encrypted(SocketTransport):
         return super().serve(replace(address, host=EVERYWHERE.host), *args, **settings)
 
     def dial(self, address: Address, hello: Hello, *args: Any, **settings: Any) -> Link:
-        self._credentials = _issued(self._authority, hello.node)
+        self._credentials = _issued(self._authority, hello.node, hello.generation)
         return super().dial(replace(address, host=EVERYWHERE.host), hello, *args, **settings)
 
 
@@ -136,14 +136,16 @@ def authority() -> Authority:
     return Authority("plan", datetime.datetime.now(datetime.UTC))
 
 
-def credentials(authority: Authority, node: int, host: str = "0.0.0.0") -> Credentials:
-    identity = authority.issue(f"node_{node}", [host])
+def credentials(
+    authority: Authority, node: int, host: str = "0.0.0.0", generation: int = 0
+) -> Credentials:
+    identity = authority.issue(certificate_name(node, generation), [host])
     return Credentials(authority.certificate, identity.certificate, identity.key)
 
 
 @cache
-def _issued(authority: Authority, node: int) -> Credentials:
-    return credentials(authority, node)
+def _issued(authority: Authority, node: int, generation: int = 0) -> Credentials:
+    return credentials(authority, node, generation=generation)
 
 
 def refuse(peer: Hello) -> Hello | HelloRefused:

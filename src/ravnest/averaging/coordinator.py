@@ -307,7 +307,7 @@ class Coordinator:
             now,
             sources,
             self._planned,
-            robust=self._robust,
+            robust_of=len(self._live) if self._robust else None,
         )
         self._next += 1
         self._commit.open(now)

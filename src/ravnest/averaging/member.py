@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ravnest.averaging.checks import start_refusal
 from ravnest.averaging.coordinator import Coordinator, Mode
 from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.events import (
@@ -39,7 +40,7 @@ from ravnest.averaging.relay import (
     RoundOver,
 )
 from ravnest.averaging.trigger import RoundTrigger
-from ravnest.wire.messages import Prepared, Reduced, RoundRequest
+from ravnest.wire.messages import Prepared, Reduced, RoundRequest, Start
 
 MAX_EARLY_EVENTS = 64
 """Events for the coordinator that a Root keeps before it learns that it has to take over."""
@@ -136,7 +137,7 @@ class Member:
         """Clusters that are lost and may return, and until when the final round waits for them."""
         self._unseen: dict[int, float] = {}
         """The same for those that took part before this process began."""
-        self._relay = CommandRelay(cluster, self._nodes, cluster)
+        self._relay = CommandRelay(cluster, self._nodes, cluster, self._refusal)
         self._coordinator: Coordinator | None = self._new_coordinator()
         self._early: deque[Event] = deque(maxlen=MAX_EARLY_EVENTS)
         self._local: deque[RoundMessage] = deque()
@@ -210,6 +211,16 @@ class Member:
             self._relayed(self._relay.command(cluster, head))
         else:
             self._coordinate(_arrival(head), now)
+
+    def _refusal(self, head: Start, own: Prepared, assign: bool) -> str:
+        return start_refusal(
+            head,
+            own,
+            assign=assign,
+            planned=self._planned,
+            robust=self._robust,
+            live=len(self._live),
+        )
 
     def _node_replied(self, head: Reply) -> None:
         if isinstance(head, Prepared) and head.node == self._nodes[0]:

@@ -47,6 +47,8 @@ class AveragingConfig:
     """Called when training that has paused for a round continues; True if the average was applied."""
     reported: Callable[[RoundOutcome], None]
     """Called at the coordinator when a round is over."""
+    averaging: Callable[[bool], None] = lambda _is_open: None
+    """Called when a round begins at this cluster (True) and when it is over."""
 
 
 class WeightsPort(Protocol):

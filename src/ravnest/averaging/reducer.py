@@ -15,7 +15,6 @@ from ravnest.averaging.peers import PeerError, Peers
 from ravnest.averaging.ports import WeightsPort
 from ravnest.errors import RavnestError
 from ravnest.store.node_spec import NodeSpec, RingSpec
-from ravnest.store.robust_mean import trim_of
 from ravnest.transport.base import Link
 from ravnest.types import RobustMean
 from ravnest.wire.messages import Start
@@ -82,14 +81,16 @@ class NodeReducer:
         }
 
     def _trimmed(self, ring: RingSpec, head: Start) -> TrimmedPart | None:
-        """Return the members of a ring whose trimmed mean is taken; None: the weighted mean is taken.
+        """Return the members of a ring whose robust mean is taken; None: the weighted mean is taken.
 
-        Each node decides by its own setting, so that no coordinator can turn the robust mean off.
+        Each node decides by its own setting, so that no coordinator can turn the robust mean off. Values
+        are exchanged directly even if too few contribute to leave some out: in a ring, a member without
+        a weight could replace sums.
         """
+        if self._robust_mean is None:
+            return None
         members = sorted(head.weights)
         contributors = frozenset(p for p, cluster in enumerate(members) if head.weights[cluster] > 0)
-        if self._robust_mean is None or not trim_of(len(contributors)):
-            return None
         others = {
             ring.members[cluster].node: position
             for position, cluster in enumerate(members)

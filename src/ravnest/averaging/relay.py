@@ -12,16 +12,17 @@ of the lowest cluster that it believes to be alive.
 - An older or repeated Prepare is ignored. If it is the first one of this coordinator, then the
   coordinator has taken over and does not know a round that others opened: the Root replies with a
   Prepared for the first id that it has not seen, and the coordinator continues after that id.
-- Start and Decision count for the open round only. A Decision with an id above all rounds known here,
-  or any one of a coordinator that has not opened a round here yet, means that the round did not take
-  place: training that has paused for it continues if its ``assign`` is set.
+- Start and Decision count for the open round only. A Start that ``refusal`` gives a reason against does
+  not reach the nodes; the coordinator gets the reason, and nobody is left out for it. A Decision with an
+  id above all rounds known here, or any one of a coordinator that has not opened a round here yet, means
+  that the round did not take place: training that has paused for it continues if its ``assign`` is set.
 - When the coordinator changes, or reconnects, the open round is void here, and the Root sends its
   pending RoundRequest again (``member.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ravnest.averaging.events import Command, Reply
@@ -53,13 +54,22 @@ class RoundOver:
 
 
 RelayAction = RelayToNodes | ReplyToCoordinator | RoundOver
+Refusal = Callable[[Start, Prepared, bool], str]
+"""Returns why a Start is refused, given the cluster's own reply and ``assign``; empty if it counts."""
 
 
 class CommandRelay:
     """Relays commands to the nodes of a cluster and combines their replies into one."""
 
-    def __init__(self, cluster: int, nodes: Iterable[int], coordinator: int) -> None:
+    def __init__(
+        self,
+        cluster: int,
+        nodes: Iterable[int],
+        coordinator: int,
+        refusal: Refusal = lambda _head, _own, _assign: "",
+    ) -> None:
         """``nodes`` starts with the Root."""
+        self._refusal = refusal
         self.cluster = cluster
         self.coordinator = coordinator
         """The cluster whose commands count."""
@@ -147,6 +157,11 @@ class CommandRelay:
             return []
         if self.cluster not in head.weights:
             return []
+        refused = self._refusal(head, self._combined(current), current.assign)
+        if refused:
+            self._round = current.to("failed")
+            reply = Reduced(head.round, self.cluster, self._nodes[0], {}, 0, refused, wrong=True)
+            return [ReplyToCoordinator(reply)]
         self._round = current.start(head.weights, current.since)
         return [RelayToNodes(head)]
 
@@ -177,6 +192,10 @@ class CommandRelay:
 
     def _reply_prepared(self, current: Round) -> list[RelayAction]:
         self._round = current.to("prepared")
+        return [ReplyToCoordinator(self._combined(current))]
+
+    def _combined(self, current: Round) -> Prepared:
+        """Return the reply of the cluster to Prepare, from those of all its nodes."""
         root, replies = self._nodes[0], current.prepared
         wishes = {(reply.codec, reply.base) for reply in replies.values()}
         codec, base = next(iter(wishes)) if len(wishes) == 1 else ("raw", None)
@@ -184,10 +203,9 @@ class CommandRelay:
         scales: dict[int, float] = {}
         for reply in replies.values():
             scales |= reply.scales
-        head = Prepared(
+        return Prepared(
             current.id, self.cluster, root, samples, problem, codec, base, scales, replies[root].behind
         )
-        return [ReplyToCoordinator(head)]
 
     def _reply_reduced(self, current: Round) -> list[RelayAction]:
         digests: dict[int, str] = {}

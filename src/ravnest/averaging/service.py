@@ -395,6 +395,7 @@ class AveragingService:
         match action:
             case CopyWeights(round_id, idle):
                 self._trace.copying(round_id.number)
+                self._note_round(is_open=True)
                 self._weights.copy(
                     idle=idle, then=lambda copy: self.post(lambda: self._copied(round_id, copy))
                 )
@@ -407,9 +408,14 @@ class AveragingService:
                 self._weights.store(average)
             case SettleCompression(round_id, applied):
                 self._trace.settled()
+                self._note_round(is_open=False)
                 self._reducer.compression.settled(round_id, applied=applied)
             case SendReply(head):
                 self._reply(head)
+
+    def _note_round(self, *, is_open: bool) -> None:
+        if self._config is not None:
+            self._config.averaging(is_open)
 
     def _copied(self, round_id: RoundId, copy: Vectors) -> None:
         self._trace.copied()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from ravnest.averaging.checks import counted_samples, outliers, usual_scales
+from ravnest.averaging.checks import bounded_weights, counted_samples, outliers, usual_scales
 from ravnest.averaging.deadlines import Timing
 from ravnest.averaging.events import Command, RoundEnded, SendToCluster
 from ravnest.averaging.outcome import RoundKind, RoundOutcome
 from ravnest.averaging.round import Round
 from ravnest.store.robust_mean import trim_of
+from ravnest.types import ROBUST_CLUSTERS
 from ravnest.wire.messages import Decision, Prepare, Prepared, Reduced, RoundId, Start
 
 BEHIND = "it went back to a checkpoint before the last average, and takes that of the others"
@@ -41,15 +42,15 @@ class TwoPhaseCommit:
         sources: Iterable[int] = (),
         planned: Sequence[int] = (),
         *,
-        robust: bool = False,
+        robust_of: int | None = None,
     ) -> None:
         """``sources``: clusters that have the average of an earlier final round; the others get it.
 
-        ``planned``: samples of each cluster in an epoch, as far as they are known. ``robust``: a robust
-        mean is taken, in which all clusters that contribute count the same.
+        ``planned``: samples of each cluster in an epoch, as far as they are known. ``robust_of``: number
+        of live clusters, if a robust mean is taken, in which all that contribute count the same.
         """
         self._planned = planned
-        self._robust = robust
+        self._robust_of = robust_of
         self.kind: RoundKind = kind
         self.sources = frozenset(sources)
         self.released: set[int] = set()
@@ -80,7 +81,7 @@ class TwoPhaseCommit:
 
     def open(self, now: float) -> None:
         """Send Prepare; with fewer than two clusters, close the round at once."""
-        if len(self.round.members) >= 2:
+        if len(self.round.members) >= self._least:
             self._prepare(now)
         else:
             self._close(self._too_few(), now, announce=self.round.assign)
@@ -105,13 +106,15 @@ class TwoPhaseCommit:
 
     def lost(self, cluster: int, reason: str, now: float) -> None:
         """Continue without a cluster that is gone; after Start this voids the attempt."""
+        if self._robust_of is not None:
+            self._robust_of -= 1
         if cluster not in self.round.members:
             return
         if self.round.state == "reducing":
             self._retry(f"cluster {cluster} was lost: {reason}", {cluster: reason}, now, gone=True)
         else:
             self._leave_out({cluster: reason}, tell=False)
-            if len(self.round.members) < 2:
+            if len(self.round.members) < self._least:
                 self._close(self._too_few(), now)
 
     def check(self, now: float) -> None:
@@ -147,7 +150,7 @@ class TwoPhaseCommit:
         for cluster in silent:
             self._timing.answered(cluster, waited)
         self._leave_out(dict.fromkeys(silent, f"no reply within {waited:.1f} s"))
-        if len(self.round.members) < 2:
+        if len(self.round.members) < self._least:
             self._close(self._too_few(), now)
             return
         replies = self.round.prepared
@@ -180,10 +183,28 @@ class TwoPhaseCommit:
     def _weights_of(self, samples: Mapping[int, int]) -> dict[int, float]:
         """Return the weights of clusters with valid parameters, from their samples."""
         sources = sorted(self.sources & samples.keys())
-        if self._robust:
-            counts = dict.fromkeys(sources, 1) or {c: min(max(n, 0), 1) for c, n in samples.items()}
-            return shares(counts)
-        return {sources[0]: 1.0} if sources else shares(counted_samples(samples, self._planned))
+        if self._robust_of is not None:
+            return shares(dict.fromkeys(self._contributors(sources, samples), 1))
+        if sources:
+            return {sources[0]: 1.0}
+        return bounded_weights(shares(counted_samples(samples, self._planned)), self._planned)
+
+    def _contributors(self, sources: Sequence[int], samples: Mapping[int, int]) -> Iterable[int]:
+        """Return the clusters whose values enter a robust mean.
+
+        If too few have samples or valid parameters, others contribute too, instead of a plain mean that
+        one cluster could move: wrong values are left out of the mean as those of a liar are.
+        """
+        trained = [cluster for cluster, count in samples.items() if count > 0]
+        for found in (sources, trained, samples):
+            if len(found) >= self._least or (found and self._least < ROBUST_CLUSTERS):
+                return found
+        return self.round.members
+
+    @property
+    def _least(self) -> int:
+        """The number of clusters that a round needs: 2, or those of a robust mean if they are alive."""
+        return ROBUST_CLUSTERS if (self._robust_of or 0) >= ROBUST_CLUSTERS else 2
 
     def _wait(self, seconds: float, now: float) -> None:
         """Set the deadline of the step that begins; that of a final round limits it."""
@@ -210,8 +231,9 @@ class TwoPhaseCommit:
         replies = self.round.reduced
         silent = set(self.round.awaited)
         wrong = [f"cluster {c}: {head.problem}" for c, head in sorted(replies.items()) if head.wrong]
-        if wrong and not silent:
-            # Nobody knows whose values are wrong, and those who noticed are not to blame.
+        if wrong:
+            # Nobody knows whose values are wrong, and those who noticed are not to blame; others may be
+            # silent because those who noticed send nothing.
             self._reject("; ".join(wrong), now)
             return
         blamed = Counter(self._culprit(head) for head in replies.values() if head.problem)
@@ -267,7 +289,7 @@ class TwoPhaseCommit:
 
     def _retry(self, reason: str, without: Mapping[int, str], now: float, *, gone: bool = False) -> None:
         self._leave_out(without, tell=not gone)
-        if len(self.round.members) < 2:
+        if len(self.round.members) < self._least:
             self._close(f"{self._too_few()} ({reason})", now)
         elif self.kind != "final" and self.round.id.attempt + 1 >= ATTEMPTS:
             self._close(f"given up after {ATTEMPTS} attempts, the last: {reason}", now)
@@ -285,7 +307,12 @@ class TwoPhaseCommit:
 
     def _too_few(self) -> str:
         members = self.round.members
-        return f"only cluster {members[0]} takes part" if members else "no cluster takes part"
+        if not members:
+            return "no cluster takes part"
+        if len(members) == 1:
+            return f"only cluster {members[0]} takes part"
+        shown = ", ".join(str(cluster) for cluster in members)
+        return f"only clusters {shown} take part, and a robust mean needs {self._least}"
 
     def _close(self, reason: str, now: float, *, announce: bool = True) -> None:
         current, committed = self.round, not reason
@@ -296,11 +323,13 @@ class TwoPhaseCommit:
             reason=reason,
             weights=dict(current.weights),
             missing=dict(self.missing),
-            problems=self._problems(),
+            problems={c: why for c, why in self._problems().items() if not current.weights.get(c)},
             sent_bytes=self._sent_bytes,
             seconds=now - self._opened,
             digests=current.reduced[current.members[0]].digests if committed else {},
-            trimmed=trim_of(sum(w > 0 for w in current.weights.values())) if self._robust else 0,
+            trimmed=0
+            if self._robust_of is None
+            else trim_of(sum(w > 0 for w in current.weights.values())),
         )
         if announce and not committed:
             self.released |= set(current.members)

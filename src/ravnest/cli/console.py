@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
@@ -15,13 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ravnest.cli.exit_codes import ExitCode
-from ravnest.cli.job_view import job_lines
-from ravnest.client.progress_text import progress_text
+from ravnest.cli.job_view import bounded, job_lines
+from ravnest.client.progress_text import progress_text, schedule_text
+from ravnest.logs.json_lines import LogFormat, json_line
 from ravnest.schemas.base import Schema
 from ravnest.schemas.jobs import EventView, JobView, LossHistory
 
-_KEPT_LOSSES = 10_000
-"""Losses of the curve in a live view."""
+_PLAIN_INTERVAL = 30.0
+"""Seconds between two lines of progress without a terminal."""
 _UNLIMITED = 10_000
 """Width of a console without a terminal; no row is longer."""
 
@@ -34,6 +35,34 @@ def out(*, quiet: bool = False) -> Console:
 def err(*, quiet: bool = False) -> Console:
     """Return a console for progress on stderr; a ``quiet`` one shows nothing."""
     return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, quiet=quiet)
+
+
+class CommandLog:
+    """Lines that a command writes about its job: as text, or as JSON with one object per line."""
+
+    def __init__(self, console: Console, log_format: LogFormat = "text") -> None:
+        self.console = console
+        self._log_format = log_format
+
+    @property
+    def is_json(self) -> bool:
+        """``True`` if lines are JSON."""
+        return self._log_format == "json"
+
+    @property
+    def bars(self) -> Console:
+        """Console for progress bars; among lines of JSON there are none."""
+        return err(quiet=True) if self.is_json else self.console
+
+    def always(self) -> CommandLog:
+        """Return a log for lines that a quiet command writes too."""
+        return CommandLog(err(), self._log_format)
+
+    def say(self, event: str, text: str, *, level: str = "info", **fields: object) -> None:
+        """Write a line; as JSON it has the fields, or the text as ``message`` if there are none."""
+        if self.is_json:
+            text = json_line(event, at=None, level=level, **(fields or {"message": text.strip()}))
+        self.console.print(text)
 
 
 def print_json(value: object) -> None:
@@ -67,10 +96,11 @@ def event_line(event: EventView) -> str:
     return f"{local_time(event.time)}  {subject}: {reason}"
 
 
-def warn_of_degraded(view: JobView) -> None:
+def warn_of_degraded(view: JobView, log_format: LogFormat = "text") -> None:
     """Warn of a model that lacks a part of its training, and exit with the code of that."""
     if view.degraded:
-        err().print(f"warning: {view.degraded}")
+        text, about = f"warning: {view.degraded}", {"subject": view.id, "reason": view.degraded}
+        CommandLog(err(), log_format).say("degraded", text, level="warning", **about)
         raise typer.Exit(ExitCode.DEGRADED)
 
 
@@ -113,13 +143,22 @@ def progress_bars(console: Console) -> Iterator[StepBars]:
 
 
 class JobStatusLine:
-    """State changes and validation results of a job as lines, and a live view on a terminal."""
+    """State changes, schedule and validations of a job as lines, and a live view on a terminal.
 
-    def __init__(self, console: Console, live: Live | None) -> None:
-        self._console = console
+    Without a terminal, the progress is a line every half a minute.
+    """
+
+    def __init__(
+        self, log: CommandLog, live: Live | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._log = log
         self._live = live
+        self._clock = clock
+        self._told = clock()
+        """When the progress was printed last."""
         self._state = ("", "")
         self._validation = ""
+        self._schedule = ""
         self._losses: dict[int, float] = {}
         """Losses that were seen, by update."""
 
@@ -140,25 +179,35 @@ class JobStatusLine:
         """
         progress = view.progress
         figures = "" if progress.validation is None else f"{progress.validation:.4f}"
-        if figures != self._validation or (view.state.is_final and progress_text(progress)):
-            self._validation = figures
-            self._console.print(f"{'':>20} {progress_text(progress)}")
+        is_due = not self.is_live and self._clock() - self._told >= _PLAIN_INTERVAL
+        if figures != self._validation or ((view.state.is_final or is_due) and progress_text(progress)):
+            self._validation, self._told = figures, self._clock()
+            values = progress.model_dump(mode="json", exclude={"schedule"})
+            self._say("progress", view, progress_text(progress), **values)
         if (view.state, view.reason) != self._state:
-            self._state = (view.state, view.reason)
-            self._console.print(f"{view.state:>20} {view.reason}")
+            before, self._state = self._state[0], (view.state, view.reason)
+            change = {"before": before, "after": view.state, "reason": view.reason}
+            self._say("job", view, view.reason, view.state, **change)
+        schedule = schedule_text(progress)
+        if schedule and schedule != self._schedule:
+            self._schedule = schedule
+            self._say("schedule", view, schedule, message=schedule)
         if progress.loss is not None:
-            self._losses[progress.updates] = progress.loss
+            self._losses = bounded({**self._losses, progress.updates: progress.loss})
         if self._live is not None:
-            losses = [self._losses[update] for update in sorted(self._losses)][-_KEPT_LOSSES:]
-            lines = job_lines(view, losses, progress_text(progress), self._console.width - 1)
+            lines = job_lines(view, self._losses, progress_text(progress), self._log.console.width - 1)
             self._live.update(Text("\n".join(lines), no_wrap=True), refresh=True)
+
+    def _say(self, event: str, view: JobView, text: str, state: str = "", **fields: object) -> None:
+        self._log.say(event, f"{state:>20} {text}", level="info", subject=view.id, **fields)
 
 
 @contextmanager
-def job_status_line(console: Console) -> Iterator[JobStatusLine]:
+def job_status_line(log: CommandLog) -> Iterator[JobStatusLine]:
     """Show the status of a job while the context lasts."""
-    if not console.is_terminal or console.quiet:
-        yield JobStatusLine(console, None)
+    console = log.console
+    if not console.is_terminal or console.quiet or log.is_json:
+        yield JobStatusLine(log, None)
         return
     with Live(Text(""), console=console, auto_refresh=False, transient=True) as live:
-        yield JobStatusLine(console, live)
+        yield JobStatusLine(log, live)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -12,7 +13,8 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from ravnest.cli.console import job_status_line, out, progress_bars
+from ravnest.cli.console import CommandLog, job_status_line, out, progress_bars
+from ravnest.cli.options import Quiet
 from ravnest.cli.system_errors import check_writable
 from ravnest.client.digits import accuracy, digits, digits_job
 from ravnest.client.handle import JobHandle, ended_without_model
@@ -48,6 +50,7 @@ def demo(
     kill: Annotated[
         bool, typer.Option("--kill", help="Kill a provider while it trains; a spare takes its place.")
     ] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run a server, providers and a job on this machine.
 
@@ -55,7 +58,7 @@ def demo(
     trained model.
     """
     check_writable(folder)
-    console = out()
+    console = out(quiet=quiet)
     train, validation, description = digits()
     with interrupts(_interrupt), ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ravnest-demo-")))
@@ -73,16 +76,21 @@ def demo(
         console.print(
             f"3. A job is submitted, as with `ravnest submit job:job`: a CNN on {description}."
         )
-        epochs = max(epochs, _KILL_EPOCHS) if kill else epochs
+        if kill and epochs < _KILL_EPOCHS:
+            console.print(
+                f"   With --kill it trains {_KILL_EPOCHS} epochs, not {epochs}: there must be something "
+                "left to train after the kill."
+            )
+            epochs = _KILL_EPOCHS
         job = digits_job(train, validation, epochs=epochs, providers=providers)
         handle = _submit(console, api, job)
         console.print("4. The server splits the model and ships the stages; the providers train:")
-        _follow(console, handle, running, kill=kill)
+        _follow(console, handle, running, _Kill(console, handle, running) if kill else None)
         path = handle.fetch(folder)
         load_trained(path, job.model)
     console.print("5. The server and the providers have stopped. The trained model:")
-    console.print(f"accuracy {accuracy(job.model, validation):.1%} on data that was held out")
-    console.print(f"{path}")
+    out().print(f"accuracy {accuracy(job.model, validation):.1%} on data that was held out")
+    out().print(f"{path}")
 
 
 def _sandbox(console: Console) -> str:
@@ -101,22 +109,55 @@ def _submit(console: Console, api: ApiClient, job: Job) -> JobHandle:
         return JobHandle(upload_job(api, job, bars.update), api)
 
 
-def _follow(console: Console, handle: JobHandle, providers: LocalProviders, *, kill: bool) -> None:
+@dataclass
+class _Kill:
+    """The kill of a provider that trains, and the recovery of its job."""
+
+    console: Console
+    handle: JobHandle
+    providers: LocalProviders
+    _killed: float | None = None
+    """Time of the kill."""
+    _is_told: bool = False
+
+    def see(self, view: JobView) -> None:
+        """Kill a provider once it may be killed, and tell when training goes on."""
+        now = time.monotonic()
+        if self._killed is None and (victim := _victim(view)) is not None:
+            self._killed = now
+            self.console.print(f"   {victim} is killed now (SIGKILL), as if it had lost its power.")
+            self.providers.kill(victim)
+        elif self._killed is not None and view.recoveries and not self._is_told:
+            self._is_told = True
+            told = [each.reason for each in self.handle.events() if each.kind == "recovery"]
+            self.console.print(f"   {now - self._killed:.1f} s after the kill: {told[-1]}.")
+
+    def end(self) -> None:
+        """Say so if the job was too short."""
+        if self._killed is None:
+            self.console.print("   The job was done before a provider could be killed: raise --epochs.")
+
+
+def _follow(console: Console, handle: JobHandle, providers: LocalProviders, kill: _Kill | None) -> None:
     """Show the job until it is done; raise an error if the job or a provider ends early."""
     deadline = time.monotonic() + _TIME_LIMIT
-    with job_status_line(console) as line:
+    with job_status_line(CommandLog(console)) as line:
+
+        def show(view: JobView) -> None:
+            line.show(view)
+            if kill is not None:
+                kill.see(view)
+
         while time.monotonic() < deadline:
             providers.check()
-            if kill and (victim := _victim(handle.view())) is not None:
-                kill = False
-                console.print(f"   {victim} is killed now (SIGKILL), as if it had lost its power.")
-                providers.kill(victim)
             try:
-                ended = handle.wait(_CHECK_SECONDS, line.show)
+                ended = handle.wait(_CHECK_SECONDS, show)
             except TimeoutError:
                 continue
             if ended.state is not JobState.DONE:
                 raise ended_without_model(ended)
+            if kill is not None:
+                kill.end()
             return
     raise JobEndedError(f"the job is not done after {_TIME_LIMIT:g} s: {handle.view().reason}")
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ravnest.cli.console import (
+    CommandLog,
     err,
     job_status_line,
     out,
@@ -19,10 +20,11 @@ from ravnest.cli.console import (
     warn_of_degraded,
 )
 from ravnest.cli.exit_codes import ExitCode
-from ravnest.cli.options import JobId, Json, Quiet, Server, Token
+from ravnest.cli.options import JobId, Json, LogDir, Quiet, Server, Token
 from ravnest.cli.system_errors import check_writable
 from ravnest.client.handle import JobHandle, ended_without_model, final_figures
 from ravnest.client.server_selection import select_server
+from ravnest.logs.json_lines import LogFormat
 from ravnest.logs.run_log import RunLog
 from ravnest.schemas.base import Schema
 from ravnest.schemas.jobs import JobProgress, JobState, JobView
@@ -51,14 +53,6 @@ class JobUpdate(Schema):
     state: JobState
     reason: str
     progress: JobProgress
-
-
-LogDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--log-dir", metavar="FOLDER", help="Write figures for TensorBoard, and as CSV, there."
-    ),
-]
 
 
 class FetchedModel(Schema):
@@ -137,8 +131,8 @@ def fetch(  # noqa: PLR0913, PLR0917 - each an option of the command
 
 
 def run_log(folder: Path | None) -> AbstractContextManager[RunLog | None]:
-    """Return a log in a folder; nothing without one."""
-    return nullcontext() if folder is None else RunLog(folder)
+    """Return the log of a job in a folder; nothing without one."""
+    return nullcontext() if folder is None else RunLog(folder, continues=False)
 
 
 def _fetch_best(handle: JobHandle, folder: Path | None, *, as_json: bool, quiet: bool) -> None:
@@ -228,17 +222,19 @@ def follow_and_fetch(
     whole: bool = False,
     raw: bool = False,
     log: RunLog | None = None,
+    log_format: LogFormat = "text",
 ) -> None:
     """Show the progress of a job until it ends, then download its model.
 
     ``as_json``: report the model as JSON; ``as_lines``: each change as a line of JSON, and the model as
     the last one. ``own_server``: address of the job's server, if it runs in this process.
     ``log`` gets the job's figures. ``whole``: the whole model, also if the job trains an adapter.
-    ``raw``: the weights themselves, if the result is their moving average.
+    ``raw``: the weights themselves, if the result is their moving average. ``log_format``: that of the
+    progress.
     """
-    console = err(quiet=quiet)
+    lines = CommandLog(err(quiet=quiet), log_format)
     try:
-        with job_status_line(console) as line:
+        with job_status_line(lines) as line:
             last: JobUpdate | None = None
 
             def show(view: JobView) -> None:
@@ -254,7 +250,7 @@ def follow_and_fetch(
         if ended.progress.epochs == 0:
             _print_figures(ended, as_json=as_json, as_lines=as_lines)
             return
-        with progress_bars(console) as bars:
+        with progress_bars(lines.bars) as bars:
             path = handle.fetch(
                 folder or Path(f"ravnest-{handle.id}"),
                 progress=partial(bars.update, "downloading"),
@@ -262,10 +258,10 @@ def follow_and_fetch(
                 raw=raw,
             )
     except KeyboardInterrupt:
-        err().print(_interrupted(handle.id, own_server))
+        lines.always().say("interrupted", _interrupted(handle.id, own_server))
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     if as_json or as_lines:
         (print_json_line if as_lines else print_json)(_fetched(path, ended))
     else:
         out().print(str(path))
-    warn_of_degraded(ended)
+    warn_of_degraded(ended, log_format)

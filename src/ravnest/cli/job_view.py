@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from ravnest.schemas.jobs import AssignmentView, JobView
@@ -16,12 +16,14 @@ _LABEL = 9
 _WIDEST_CHART = 100
 _ORDERED = 3
 """Nodes of a pipeline whose order their roles show: Root, Stem, Leaf."""
+_KEPT_LOSSES = 10_000
+"""Losses of a curve that are kept."""
 
 
-def job_lines(view: JobView, losses: Sequence[float], progress: str, width: int) -> Iterator[str]:
+def job_lines(view: JobView, losses: Mapping[int, float], progress: str, width: int) -> Iterator[str]:
     """Yield the lines of a job, each at most ``width`` columns long.
 
-    ``losses``: those that were seen so far; ``progress``: the progress in words.
+    ``losses``: those that were seen so far, by update; ``progress``: the progress in words.
     """
     yield cut(f"{view.name} ({view.id}) is {view.state}: {' '.join(view.reason.split())}", width)
     if progress:
@@ -32,8 +34,7 @@ def job_lines(view: JobView, losses: Sequence[float], progress: str, width: int)
     for line in pipelines(view):
         yield cut(line, width)
     if len(losses) > 1:
-        for line in chart(losses, min(width, _WIDEST_CHART), _CHART_LINES):
-            yield cut(line, width)
+        yield from loss_curve(losses, width)
 
 
 def bar(share: float, width: int) -> str:
@@ -46,23 +47,44 @@ def bar(share: float, width: int) -> str:
 def pipelines(view: JobView) -> Iterator[str]:
     """Yield a line for each cluster: its nodes, and the time of a micro-batch at each stage.
 
-    The order of several Stems is not known here; then no arrows are shown.
+    An older server does not say the order of several Stems; then no arrows are shown.
     """
     timings = {each.cluster: each.timings for each in view.clusters}
     for number in sorted({each.cluster for each in view.assignments}):
         own = sorted((e for e in view.assignments if e.cluster == number), key=_position)
-        nodes = (" → " if len(own) <= _ORDERED else ", ").join(map(_node, own))
+        in_order = len(own) <= _ORDERED or all(each.stage is not None for each in own)
+        nodes = (" → " if in_order else ", ").join(map(_node, own))
         stages = ", ".join(f"{1000 * (t.forward + t.backward):.3g}" for t in timings.get(number, ()))
         yield f"cluster {number}: {nodes}" + (f"; stages take {stages} ms" if stages else "")
 
 
-def _position(each: AssignmentView) -> tuple[int, int]:
-    return {Role.ROOT: 0, Role.STEM: 1, Role.LEAF: 2}.get(Role(each.role), 1), each.node
+def _position(each: AssignmentView) -> tuple[int, int, int]:
+    role = {Role.ROOT: 0, Role.STEM: 1, Role.LEAF: 2}.get(Role(each.role), 1)
+    return role, each.stage or 0, each.node
 
 
 def _node(each: AssignmentView) -> str:
     phase = "" if each.phase == "training" else f", {each.phase}"
     return f"{each.provider_name} ({each.role}{phase})"
+
+
+def bounded(losses: dict[int, float]) -> dict[int, float]:
+    """Return the losses of a curve by update, every second one if they are too many."""
+    return losses if len(losses) <= _KEPT_LOSSES else dict(sorted(losses.items())[::-2][::-1])
+
+
+def loss_curve(losses: Mapping[int, float], width: int) -> Iterator[str]:
+    """Yield the lines of a curve, at most ``width`` columns long, in which each update has its place."""
+    first, count = min(losses), max(losses) - min(losses) + 1
+    columns = min(count, max(min(width, _WIDEST_CHART) - _LABEL - 1, 1))
+    found: list[list[float]] = [[] for _ in range(columns)]
+    for update, loss in losses.items():
+        found[(update - first) * columns // count].append(loss)
+    values: list[float] = []
+    for each in found:  # the first is not empty
+        values.append(sum(each) / len(each) if each else values[-1])
+    for line in chart(values, min(width, _WIDEST_CHART), _CHART_LINES):
+        yield cut(line, width)
 
 
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:

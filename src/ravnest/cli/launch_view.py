@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ravnest.cli.job_view import bar, chart, cut
-from ravnest.client.progress_text import duration
+from ravnest.cli.job_view import bar, bounded, cut, loss_curve
+from ravnest.client.progress_text import duration, schedule_words
 from ravnest.store.node_spec import NodeSpec
 from ravnest.telemetry import (
     LossRecord,
@@ -21,14 +21,13 @@ from ravnest.telemetry import (
     PhaseRecord,
     RecoveryRecord,
     RoundRecord,
+    ScheduleRecord,
     TimingRecord,
     ValidationRecord,
     WorkerRecord,
 )
 
 _WIDEST = 100
-_CHART_LINES = 4
-_KEPT_LOSSES = 10_000
 _PAUSE = 0.2
 """Seconds between two drawings."""
 
@@ -42,6 +41,7 @@ class LaunchedCluster:
     update: int = 0
     """Updates so far."""
     pace: PaceRecord | None = None
+    schedule: ScheduleRecord | None = None
     validation: ValidationRecord | None = None
     round: RoundRecord | None = None
     recoveries: int = 0
@@ -71,10 +71,11 @@ class LaunchView:
                 own.update = update + 1
                 if loss is not None:
                     own.losses[update] = loss
-                    if len(own.losses) > _KEPT_LOSSES:
-                        own.losses = dict(list(own.losses.items())[::2])
+                    own.losses = bounded(own.losses)
             case PaceRecord():
                 own.pace = record
+            case ScheduleRecord():
+                own.schedule = record
             case ValidationRecord():
                 own.validation = record
             case RoundRecord():
@@ -92,12 +93,13 @@ class LaunchView:
             yield cut(self._pipeline(number, own), width)
             if own.update:
                 yield cut(f"  {', '.join(_figures(own))}", width)
+            if own.schedule is not None:
+                yield cut(f"  {schedule_words(own.schedule)}", width)
         leading = self._clusters[min(self._clusters)]
         if leading.total:
             yield bar(leading.update / leading.total, min(width, _WIDEST))
-        losses = [leading.losses[update] for update in sorted(leading.losses)]
-        if len(losses) > 1:
-            yield from (cut(line, width) for line in chart(losses, min(width, _WIDEST), _CHART_LINES))
+        if len(leading.losses) > 1:
+            yield from loss_curve(leading.losses, width)
 
     def _pipeline(self, cluster: int, own: LaunchedCluster) -> str:
         nodes = sorted((e for e in self._nodes.values() if e.cluster == cluster), key=lambda e: e.stage)

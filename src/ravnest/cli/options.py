@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,9 +27,22 @@ def _read_token(given: str | None) -> str | None:
     return line
 
 
+LogDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--log-dir", metavar="FOLDER", help="Write figures for TensorBoard, and as CSV, there."
+    ),
+]
 LogOption = Annotated[
     LogFormat,
     typer.Option("--log-format", help="Log as text, or as JSON with one object per line."),
+]
+MetricsPort = Annotated[
+    int,
+    typer.Option(min=0, max=65535, help="Port at which Prometheus reads figures; 0: none."),
+]
+MetricsHost = Annotated[
+    str, typer.Option(help="Address of that port; who reaches it needs no credential.")
 ]
 Server = Annotated[
     str | None,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ravnest.cli.console import out
-from ravnest.cli.options import LogOption, Quiet, Token
+from ravnest.cli.options import LogOption, MetricsHost, MetricsPort, Quiet, Token
 from ravnest.cli.provider_console import provider_console
 from ravnest.provider.provide import provide as provide_machine
 from ravnest.provider.sandbox.choice import SandboxChoice
@@ -48,13 +48,8 @@ def provide(  # noqa: PLR0913, PLR0917 - each an option of the command
     ] = "auto",
     disk: Annotated[float | None, typer.Option(help="Maximum disk space of a job, in GB.")] = None,
     job_hours: Annotated[float | None, typer.Option(help="Maximum hours of a job.")] = None,
-    metrics_port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="Port at which Prometheus reads figures; 0: none."),
-    ] = 0,
-    metrics_host: Annotated[
-        str, typer.Option(help="Address of that port; who reaches it needs no credential.")
-    ] = "127.0.0.1",
+    metrics_port: MetricsPort = 0,
+    metrics_host: MetricsHost = "127.0.0.1",
     log_format: LogOption = "text",
     quiet: Quiet = False,
 ) -> None:

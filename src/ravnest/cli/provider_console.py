@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from ravnest.logs.json_lines import LogFormat, json_line, log_as_json
+from ravnest.schemas.base import plain_lines
 
 _LINE_SECONDS = 30.0
 """Least time between two lines of progress that are not on a terminal."""
@@ -28,12 +29,17 @@ class ProviderConsole:
         self._next_line = clock() + _LINE_SECONDS
 
     def say(self, line: str) -> None:
-        """Print an event; it is the newest thing to know until there is progress."""
+        """Print an event; it is the newest thing to know until there is progress.
+
+        The reason in it can be a line that a worker has written.
+        """
+        line = plain_lines(line)
         self._console.print(line)
         self._status.update(escape(line))
 
     def progress(self, line: str) -> None:
         """Show what the provider does now: live on a terminal, else a line from time to time."""
+        line = plain_lines(line)
         if self._console.is_terminal:
             self._status.update(escape(line))
         elif self._clock() >= self._next_line:

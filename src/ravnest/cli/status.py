@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 from ravnest.cli.console import (
+    CommandLog,
     err,
     job_status_line,
     local_time,
@@ -16,7 +17,7 @@ from ravnest.cli.console import (
     print_table,
     warn_of_degraded,
 )
-from ravnest.cli.options import Json, Server, Token
+from ravnest.cli.options import Json, Quiet, Server, Token
 from ravnest.client.handle import JobHandle, ended_without_model
 from ravnest.client.progress_text import progress_text, schedule_text
 from ravnest.client.server_selection import READ_ROLES, select_server
@@ -29,23 +30,28 @@ def status(
         bool, typer.Option("--wait", "-w", help="Wait until the JOB has ended; see the exit codes.")
     ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show the JOB live until it has ended or Ctrl-C.")
+        bool,
+        typer.Option(
+            "--watch", help="Show the JOB, or the only one, live until it has ended or Ctrl-C."
+        ),
     ] = False,
     server: Server = None,
     token: Token = None,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show the state and progress of your jobs."""
-    if (wait or watch) and job is None:
-        option = "--watch" if watch else "--wait"
-        raise typer.BadParameter("name the job to wait for", param_hint=option)
-    wait = wait or watch
+    if wait and job is None:
+        raise typer.BadParameter("name the job to wait for", param_hint="--wait")
     with select_server(server, token, READ_ROLES).api() as api:
+        if watch and job is None:
+            job = _only_running(api.get("/api/jobs", list[JobView]))
+        wait = wait or watch
         if job is None:
             views = api.get("/api/jobs", list[JobView])
         elif wait:
             handle = JobHandle(job, api)
-            with job_status_line(err()) as line:
+            with job_status_line(CommandLog(err(quiet=quiet))) as line:
                 if line.is_live:
                     line.preload(handle.losses())
                 view = handle.wait(on_change=line.show)
@@ -61,6 +67,15 @@ def status(
         raise ended_without_model(view)
     if wait:
         warn_of_degraded(view)
+
+
+def _only_running(views: list[JobView]) -> str:
+    """Return the id of the only job that has not ended."""
+    running = [view.id for view in views if not view.state.is_final]
+    if len(running) == 1:
+        return running[0]
+    problem = f"name one of the jobs that run: {', '.join(running)}" if running else "no job runs"
+    raise typer.BadParameter(problem, param_hint="--watch")
 
 
 def _list(views: list[JobView]) -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from ravnest.cli.console import err, out, print_json, progress_bars
+from ravnest.cli.console import CommandLog, err, out, print_json, progress_bars
 from ravnest.cli.exit_codes import ExitCode
-from ravnest.cli.fetch import LogDir, Out, follow_and_fetch, run_log
-from ravnest.cli.options import Quiet, Server, Token
+from ravnest.cli.fetch import Out, follow_and_fetch, run_log
+from ravnest.cli.options import LogDir, LogOption, Quiet, Server, Token
 from ravnest.cli.system_errors import check_writable
 from ravnest.cli.target import TargetError, call_target
 from ravnest.client.handle import JobHandle, resubmit_job
@@ -25,6 +24,7 @@ from ravnest.client.submission import resume_job, upload_job
 from ravnest.http.api import ApiClient
 from ravnest.jobs.changed_settings import job_changes
 from ravnest.jobs.job import Job
+from ravnest.logs.json_lines import log_as_json
 from ravnest.schemas.job_changes import StartFrom
 from ravnest.schemas.jobs import JobCreated
 
@@ -74,6 +74,7 @@ def submit(  # noqa: PLR0913, PLR0917 - each an option of the command
     ] = False,
     folder: Out = None,
     log_dir: LogDir = None,
+    log_format: LogOption = "text",
     quiet: Quiet = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each change as a line of JSON, the model last.")
@@ -97,14 +98,17 @@ def submit(  # noqa: PLR0913, PLR0917 - each an option of the command
     for given, option, problem in wrong:
         if given:
             raise typer.BadParameter(problem, param_hint=option)
+    if log_format == "json":
+        log_as_json()
     if not detach:
         check_writable(folder or Path.cwd())
     with ExitStack() as stack:
         log = stack.enter_context(run_log(log_dir))
-        console = err(quiet=quiet or as_json)
+        lines = CommandLog(err(quiet=quiet or as_json), log_format)
         if serve_here:
             member, invitation = stack.enter_context(host_server(host=host, port=port))
-            err().print(f"serving at {member.url}; providers join with\n  {invitation}")
+            text = f"serving at {member.url}; providers join with\n  {invitation}"
+            lines.always().say("serving", text, url=member.url, invitation=invitation)
         else:
             member = select_server(server, token)
         api = stack.enter_context(member.api())
@@ -113,14 +117,14 @@ def submit(  # noqa: PLR0913, PLR0917 - each an option of the command
             body = job_changes({**parsed_changes(changes or ()), "start_from": start_from})
             submitted = resubmit_job(api, like, body)
         else:
-            submitted = _submitted(api, target, resume, console)
+            submitted = _submitted(api, target, resume, lines)
         handle = JobHandle(submitted, api)
         if detach and as_json:
             print_json(JobCreated(id=handle.id))
         elif detach:
             out().print(handle.id)
         else:
-            console.print(f"submitted {handle.id}")
+            lines.say("submitted", f"submitted {handle.id}", subject=handle.id)
             follow_and_fetch(
                 handle,
                 folder,
@@ -128,10 +132,11 @@ def submit(  # noqa: PLR0913, PLR0917 - each an option of the command
                 quiet=quiet or as_json,
                 own_server=member.url if serve_here else None,
                 log=log,
+                log_format=log_format,
             )
 
 
-def _submitted(api: ApiClient, target: str | None, resume: str | None, console: Console) -> str:
+def _submitted(api: ApiClient, target: str | None, resume: str | None, lines: CommandLog) -> str:
     """Submit the job of a function, or an ended job again; return its id."""
     if target is None:
         assert resume is not None
@@ -140,10 +145,10 @@ def _submitted(api: ApiClient, target: str | None, resume: str | None, console: 
         job = load_job(target)
         if resume is not None:
             job = replace(job, resume_from=resume)
-        with progress_bars(console) as bars:
+        with progress_bars(lines.bars) as bars:
             return upload_job(api, job, bars.update)
     except KeyboardInterrupt:
-        err().print(f"\n{_NOT_SUBMITTED}")
+        lines.always().say("interrupted", f"\n{_NOT_SUBMITTED}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 

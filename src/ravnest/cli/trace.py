@@ -15,7 +15,6 @@ from ravnest.errors import SettingsError
 from ravnest.store.files import write_json
 from ravnest.tracing.chrome import chrome_trace
 from ravnest.tracing.files import read_traces
-from ravnest.tracing.node_trace import NodeTrace
 
 
 def trace(
@@ -45,21 +44,14 @@ def trace(
     else:
         with select_server(server, token, SUBMIT_ROLES).api() as api:
             found = job_trace(api, run)
-    found = [each for each in _last(found, seconds) if each.spans]
-    if not found:
+    if not any(each.spans for each in found):
         raise SettingsError(
             f"{run} has no trace: its nodes have not trained, or run an earlier version of Ravnest"
         )
-    document = chrome_trace(found)
+    document = chrome_trace([each for each in found if each.spans], seconds)
     write_json(output, document, compact=True)
-    spans = sum(len(each.spans) for each in found)
-    out().print(f"{spans} spans of {len(found)} nodes in {output}; open it at https://ui.perfetto.dev")
-    for title, clock in document["otherData"]["clocks"].items():
+    spans = sum(each["ph"] == "X" for each in document["traceEvents"])
+    clocks = document["otherData"]["clocks"]
+    out().print(f"{spans} spans of {len(clocks)} nodes in {output}; open it at https://ui.perfetto.dev")
+    for title, clock in clocks.items():
         out().print(f"  {title}: {clock}", markup=False, highlight=False)
-
-
-def _last(found: list[NodeTrace], seconds: float | None) -> list[NodeTrace]:
-    if seconds is None:
-        return found
-    end = max((each.interval[1] for each in found), default=0)
-    return [each.since(end - int(1e6 * seconds)) for each in found]

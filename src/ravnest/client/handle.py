@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from html import escape
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -13,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
 from ravnest.client.job_records import JobRecords
-from ravnest.client.notebook import job_html
+from ravnest.client.notebook import JobPicture
 from ravnest.client.server_selection import READ_ROLES, select_server
 from ravnest.client.traces import job_trace
 from ravnest.deadlines import JOB_POLL
-from ravnest.errors import JobEndedError
+from ravnest.errors import JobEndedError, ServerError, SettingsError
 from ravnest.http.api import ApiClient
 from ravnest.http.retry import RetryPolicy
+from ravnest.logs.background import BackgroundSink
 from ravnest.schemas.job_changes import JobChanges, StartFrom
 from ravnest.schemas.jobs import EventView, JobCreated, JobProgress, JobState, JobView, LossHistory
 from ravnest.telemetry import RecordSink
@@ -69,15 +72,49 @@ class JobHandle:
 
     def _repr_html_(self) -> str:
         """Return the job as HTML, which notebooks show."""
-        return job_html(self.view(), self.losses())
+        try:
+            return JobPicture(self).html(self.view())
+        except ServerError as error:
+            return f"<div>{escape(repr(self))}: {escape(str(error))}</div>"
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        """Return the job for notebooks: live until it has ended where ``ipywidgets`` is installed."""
+        html = self._repr_html_()
+        found = {"text/plain": repr(self), "text/html": html}
+        try:
+            widget = import_module("ipywidgets").HTML(html)
+        except ModuleNotFoundError:
+            return found
+        name = f"ravnest notebook {self.id}"
+        threading.Thread(target=self._keep_up, args=(widget,), name=name, daemon=True).start()
+        return {**found, **widget._repr_mimebundle_(**options)}
+
+    def _keep_up(self, widget: Any) -> None:
+        """Show each change of the job in a widget until the job has ended."""
+        picture = JobPicture(self)
+
+        def change(view: JobView) -> None:
+            widget.value = picture.html(view)
+
+        try:
+            self.wait(on_change=change)
+        except Exception as error:  # the handle was closed, or the server is gone: the last state stays
+            logger.info("job %s is no longer shown live: %s", self.id, error)
 
     def show(self, timeout: float | None = None) -> JobView:
         """Show the job in a notebook and keep it up to date until the job has ended."""
-        display = import_module("IPython.display")
+        try:
+            display = import_module("IPython.display")
+        except ModuleNotFoundError as error:
+            raise SettingsError(
+                "show() draws in a notebook, and IPython is not installed: use wait() or progress(), or "
+                "`ravnest status JOB --watch` in a terminal"
+            ) from error
+        picture = JobPicture(self)
         shown = display.display(display.HTML(self._repr_html_()), display_id=True)
 
         def change(view: JobView) -> None:
-            shown.update(display.HTML(job_html(view, self.losses())))
+            shown.update(display.HTML(picture.html(view)))
 
         return self.wait(timeout, change)
 
@@ -113,9 +150,10 @@ class JobHandle:
         """Return the events of the job with a sequence number above ``after``, with reasons."""
         return self._api.get(f"{self._path}/events", list[EventView], params={"after": after})
 
-    def losses(self, first: int = 0) -> LossHistory:
-        """Return the losses from update ``first`` on, and all validation results."""
-        return self._api.get(f"{self._path}/losses", LossHistory, params={"first": first})
+    def losses(self, first: int = 0, since: float = 0.0) -> LossHistory:
+        """Return the losses from update ``first`` on, and validations and rounds since a time."""
+        params = {"first": first, "since": since}
+        return self._api.get(f"{self._path}/losses", LossHistory, params=params)
 
     def trace(self) -> dict[str, Any]:
         """Return what the nodes did when, as a document in Chrome's trace format.
@@ -162,13 +200,18 @@ class JobHandle:
     ) -> JobView:
         """Wait as ``wait`` does, and pass the job's figures to a ``RunLog`` or ``Callbacks``.
 
-        Losses of updates that were made before arrive first.
+        Those of the time before arrive first. A ``RunLog`` gets the times at which the server learned
+        of them, and should have a folder of its own. Updates that are repeated after the loss of a node
+        arrive again.
         """
         records = JobRecords(self)
 
         def changed(view: JobView) -> None:
-            for record in records.of(view):
-                sink.emit(record)
+            for at, record in records.of(view):
+                if isinstance(sink, BackgroundSink):
+                    sink.emit(record, at)
+                else:
+                    sink.emit(record)
             if on_change is not None:
                 on_change(view)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import Protocol
 
-from ravnest.client.progress_text import progress_text
+from ravnest.client.progress_text import progress_text, schedule_text
 from ravnest.schemas.jobs import JobProgress, JobState, JobView, LossHistory
 
 _WIDTH, _HEIGHT = 480, 120
@@ -17,6 +18,36 @@ _COLOURS = {JobState.DONE: "#1b7f4b", JobState.FAILED: "#b3261e", JobState.CANCE
 _RUNNING = "#0b62a8"
 
 
+class LossSource(Protocol):
+    """Where the losses of a job come from; a ``JobHandle``."""
+
+    def losses(self, first: int = 0, since: float = 0.0) -> LossHistory:
+        """Return the losses from update ``first`` on."""
+
+
+class JobPicture:
+    """HTML of a job that is shown again and again: only new losses are downloaded."""
+
+    def __init__(self, source: LossSource) -> None:
+        self._source = source
+        self._losses: dict[int, float | None] = {}
+        self._next, self._recoveries = 0, 0
+
+    def html(self, view: JobView) -> str:
+        """Return the job as HTML."""
+        if view.recoveries != self._recoveries or view.progress.updates < self._next:
+            self._next = 0  # updates are repeated after the loss of a node
+        self._recoveries = view.recoveries
+        found = self._source.losses(self._next)
+        self._losses |= zip(found.updates, found.losses, strict=True)
+        self._next = found.updates[-1] + 1 if found.updates else self._next
+        ordered = sorted(self._losses)
+        losses = tuple(self._losses[update] for update in ordered)
+        return job_html(
+            view, LossHistory(first=0, updates=tuple(ordered), losses=losses, validations=())
+        )
+
+
 def job_html(view: JobView, history: LossHistory) -> str:
     """Return a job as HTML without scripts; everything that others named is escaped."""
     colour = _COLOURS.get(view.state, _RUNNING)
@@ -24,6 +55,7 @@ def job_html(view: JobView, history: LossHistory) -> str:
         f"<div><b>{escape(view.name)}</b> <code>{escape(view.id)}</code> "
         f'<span style="color:{colour};font-weight:600">{escape(view.state)}</span></div>',
         f"<div>{escape(progress_text(view.progress))}</div>",
+        f"<div>{escape(schedule_text(view.progress))}</div>",
         _bar(view.progress, colour),
         _curve(history.updates, history.losses, colour),
     ]
@@ -46,7 +78,7 @@ def _bar(progress: JobProgress, colour: str) -> str:
 
 def _curve(updates: Sequence[int], losses: Sequence[float | None], colour: str) -> str:
     points = [(u, v) for u, v in zip(updates, losses, strict=True) if v is not None]
-    points = points[:: -(-len(points) // _POINTS) or 1]
+    points = points[:: -(-(-len(points) // _POINTS) or 1)][::-1]  # with the last one
     if len(points) < 2:
         return ""
     first, last = points[0][0], points[-1][0]

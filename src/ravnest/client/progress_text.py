@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ravnest.schemas.jobs import JobProgress
+from ravnest.telemetry import ScheduleRecord
 
 
 def progress_text(progress: JobProgress) -> str:
@@ -40,8 +41,10 @@ def duration(seconds: float) -> str:
 
 def schedule_text(progress: JobProgress) -> str:
     """Describe the schedule of a job; empty before training begins."""
-    chosen = progress.schedule
-    if chosen is None:
-        return ""
+    return "" if progress.schedule is None else schedule_words(progress.schedule)
+
+
+def schedule_words(chosen: ScheduleRecord) -> str:
+    """Describe a schedule: its name, the micro-batches of a batch, and the reason."""
     count = "1 micro-batch" if chosen.microbatches == 1 else f"{chosen.microbatches} micro-batches"
     return f"schedule {chosen.schedule}, {count} per batch: {chosen.reason}"

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ravnest.errors import JobError, PlanError
-from ravnest.jobs.learning_rates import PIECEWISE, PLATEAU, named_schedule
+from ravnest.jobs.learning_rates import PIECEWISE, PLATEAU, check_one_cycle, named_schedule
 from ravnest.jobs.registry import (
     check_update,
     named_component,
@@ -108,6 +108,7 @@ def _training(old: JobSpec, changes: JobChanges) -> TrainingSpec:
     if training.clip_grad_norm is not None and training.clip_grad_value is not None:
         raise JobError("give clip_grad_norm or clip_grad_value, not both; null or None removes one")
     check_update(training.optimizer, training.scheduler, training.parameter_groups)
+    check_one_cycle(training, old.train.samples)
     return training
 
 

@@ -53,8 +53,8 @@ class Job:
     """Number of passes over the training data. 0: only evaluate the model, see
     [Evaluation](#evaluation)."""
     batch_size: int | None = None
-    """Samples per micro-batch; memory is planned for it. `None`: the batch size of the `DataLoader`,
-    or of the example, or 64 if the example is a single sample."""
+    """Samples per batch; `update_frequency` batches make an update. Memory is planned for it. `None`:
+    the batch size of the `DataLoader`, or of the example, or 64 if the example is a single sample."""
     val_data: Any = None
     """Validation samples, in the same forms as `train_data`; `None`: no validation."""
     val_freq: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,12 +11,18 @@ from typing import Any
 from ravnest.errors import JobError
 from ravnest.runtime.stage.learning_rate import SHAPES
 from ravnest.runtime.stage.validation_metrics import LOSS, METRIC_NAMES, ChosenMetric, direction_of
-from ravnest.schemas.jobs import NamedComponent
+from ravnest.schemas.jobs import NamedComponent, TrainingSpec
+
+logger = logging.getLogger(__name__)
 
 PIECEWISE = "PiecewiseLR"
 ONE_CYCLE = "one_cycle"
 PLATEAU = "plateau"
 """Name of the schedule that follows a metric of validations."""
+_ONE_CYCLE = "OneCycleLR"
+"""Scheduler of torch that has to know its number of steps."""
+_MUCH_LONGER = 1.5
+"""Steps of that scheduler, relative to those of the job, from which on its number is a mistake."""
 
 
 _PLATEAU = {"factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps"}
@@ -195,3 +202,31 @@ def _piece(entry: object, number: int, before: Sequence[Piece], updates: int, *,
 def _updates(length: float, updates: int) -> int:
     """Return a length in updates; below 1 it is a share of all updates."""
     return round(length * updates) if length < 1 else int(length)
+
+
+def check_one_cycle(training: TrainingSpec, samples: int) -> None:
+    """Raise ``JobError`` if torch's ``OneCycleLR`` ends before the training; warn if it hardly begins.
+
+    It would raise an error at the step after its last one.
+    """
+    scheduler = training.scheduler
+    if scheduler is None or scheduler.name != _ONE_CYCLE or not training.epochs:
+        return
+    params = scheduler.params
+    total, epochs, per_epoch = (params.get(n) for n in ("total_steps", "epochs", "steps_per_epoch"))
+    given = total if isinstance(total, int) else 0
+    if not given and isinstance(epochs, int) and isinstance(per_epoch, int):
+        given = epochs * per_epoch
+    updates = training.epochs * training.updates_per_epoch(samples)
+    each_epoch = training.lr_step_on_epoch_change
+    steps = training.epochs if each_epoch else updates
+    when = "once per epoch (lr_step_on_epoch_change=True)" if each_epoch else "after each update"
+    remedy = (
+        f"use lr_scheduler='one_cycle', or lr_step_on_epoch_change=False and total_steps={updates}: all "
+        "clusters together make so many updates"
+    )
+    text = f"OneCycleLR is given {given} steps, and the job makes {steps}, {when}"
+    if given < steps:
+        raise JobError(f"{text}; torch refuses further ones: {remedy}")
+    if given > _MUCH_LONGER * steps:
+        logger.warning("%s, so that the learning rate does not get far: %s", text, remedy)

@@ -90,8 +90,21 @@ def pack_model(
             f"the model has {operations} operations, more than the {MAX_OPERATIONS} that a job may "
             "have: a loop in its forward is unrolled; use fewer iterations, or one operation on all"
         )
-    stages = prepared.cut(prepared.cuts).stages
     packed = PackedModel(folder / UNITS_FILE, folder / WEIGHTS_FILE)
+    write_units(packed, prepared, profile, row_cut)
+    stages = prepared.cut(prepared.cuts).stages
+    save_weights(packed.weights, {key: t for stage in stages for key, t in stage.tensors.items()})
+    return packed
+
+
+def write_units(
+    packed: PackedModel,
+    prepared: PreparedModel,
+    profile: ModelProfile,
+    row_cut: Iterable[RowCutModel] = (),
+) -> None:
+    """Write the units and the profile of a packed model, or replace them; its weights stay."""
+    stages = prepared.cut(prepared.cuts).stages
     data = {
         "format": FORMAT,
         "version": VERSION,
@@ -109,8 +122,6 @@ def pack_model(
             f"{UNITS_LIMIT / 1e6:.0f} MB that a job may have: use fewer operations, such as fewer "
             "iterations of a loop in forward"
         )
-    save_weights(packed.weights, {key: t for stage in stages for key, t in stage.tensors.items()})
-    return packed
 
 
 def _row_cut_to_json(model: RowCutModel) -> dict[str, Any]:

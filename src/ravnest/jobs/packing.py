@@ -41,8 +41,10 @@ from ravnest.jobs.job_settings import (
     metric_of_plateau,
     training_spec,
 )
+from ravnest.jobs.learning_rates import check_one_cycle
+from ravnest.jobs.loss_split import split_like, with_loss
 from ravnest.jobs.metrics import pack_metrics, select_metrics
-from ravnest.jobs.model import UnitModel, pack_model, read_units
+from ravnest.jobs.model import UnitModel, pack_model, read_units, write_units
 from ravnest.jobs.padded_samples import PaddedSamples, largest_batch, varying_dims
 from ravnest.jobs.registry import (
     named_loss,
@@ -113,6 +115,10 @@ def pack_job(job: Job, folder: Path, progress: StepProgress | None = None) -> Pa
     for scan in scans.values():
         check_classes(scan, job.criterion, first_batch.output)
     loss = _loss(job, named, prepared, first_batch, files, folder, sizes.varying.get(LABELS, ()))
+    known = with_loss(profile, job.criterion, first_batch) if job.epochs else profile
+    if known != profile:
+        row_cut = tuple(replace(cut, profile=split_like(cut.profile, known)) for cut in row_cut)
+        write_units(model, prepared, known, row_cut)
     augmentation = _augmentation(job, prepared, train, files, folder, varying=bool(sizes.varying))
     measured = pack_metrics(
         selection.metrics, first_batch.output, first_batch.labels, folder, files.add_graph
@@ -178,6 +184,7 @@ class ProfiledJob:
         ``others``: settings of the training that depend on files.
         """
         training = training_spec(self.job, self.batch_size, self.rule, loss, train.samples)
+        check_one_cycle(training, train.samples)
         training = training.model_copy(update=dict(others or {}))
         return job_spec(self.job, model, train, validation, training)
 

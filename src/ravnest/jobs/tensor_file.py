@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from ravnest.errors import StageFormatError
 from ravnest.store.files import size_of
 
-_HEADER_LIMIT = 64 << 20
+_HEADER_LIMIT = 4 << 20
+"""Bytes of a header: those of about 40,000 tensors."""
 _CHUNK = 4 << 20
 _METADATA = "__metadata__"
 
@@ -54,11 +55,12 @@ class TensorFile:
         """Read the header; raise ``StageFormatError`` for a file that safetensors does not accept."""
         size = size_of(path)
         try:
-            with safe_open(str(path), framework="pt"), path.open("rb") as file:
+            with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 if length > min(_HEADER_LIMIT, size - 8):
                     raise StageFormatError(f"{path} has a header of {length} bytes")
-                listing = json.loads(file.read(length))
+                with safe_open(str(path), framework="pt"):
+                    listing = json.loads(file.read(length))
             found = {
                 key: _tensor_bytes(value, 8 + length)
                 for key, value in listing.items()

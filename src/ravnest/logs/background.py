@@ -8,22 +8,20 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
+from ravnest.deadlines import LOG_CLOSE
 from ravnest.telemetry import WorkerRecord
 
 logger = logging.getLogger(__name__)
 
-_FLUSH = 1.0
-"""Seconds after which what was taken is written at the latest."""
-_PAUSE = 0.2
-"""Seconds for which records are collected before they are handled: a thread that wakes up for each one
-takes Python's lock from the threads that train."""
 _MOST = 100_000
 """Records that may wait; more are dropped, so that a slow disk costs no memory."""
+_BATCH = 2000
+"""Records that are handled before they are flushed."""
 
 
 class TimedRecord(NamedTuple):
@@ -36,9 +34,13 @@ class TimedRecord(NamedTuple):
 class BackgroundSink(ABC):
     """Takes records at once and handles them in a thread; a failure is logged once and ends nothing."""
 
+    PAUSE: ClassVar[float] = 1.0
+    """Seconds for which records are collected: a thread that wakes up for each one takes Python's lock
+    from the threads that train."""
+
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._waiting: queue.Queue[TimedRecord | None] = queue.Queue(_MOST)
+        self._waiting: queue.SimpleQueue[TimedRecord | None] = queue.SimpleQueue()
         self._failed = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="ravnest-log", daemon=True)
@@ -53,58 +55,62 @@ class BackgroundSink(ABC):
     ) -> None:
         self.close()
 
-    def emit(self, record: WorkerRecord) -> None:
-        """Take a record; after ``close`` it is dropped."""
+    def emit(self, record: WorkerRecord, at: float | None = None) -> None:
+        """Take a record of now, or of time ``at``; after ``close`` it is dropped."""
         if self._closed.is_set():
             return
-        try:
-            self._waiting.put_nowait(TimedRecord(self._clock(), record))
-        except queue.Full:
+        if self._waiting.qsize() < _MOST:
+            self._waiting.put(TimedRecord(self._clock() if at is None else at, record))
+        else:
             self._fail("it is too slow; records were dropped")
 
-    def close(self) -> None:
-        """Handle what was taken, and end."""
+    def close(self, timeout: float = LOG_CLOSE) -> None:
+        """Handle what was taken, for a bounded time, and end."""
         if not self._closed.is_set():
             self._closed.set()
             self._waiting.put(None)
-            self._thread.join()
+            self._thread.join(timeout)
             atexit.unregister(self.close)
+            if self._thread.is_alive():
+                self._fail(f"it has not ended after {timeout:g} s; its last records may be lost")
 
     @abstractmethod
-    def handle(self, item: TimedRecord) -> None:
-        """Handle a record, in the thread."""
+    def handle(self, items: Sequence[TimedRecord]) -> None:
+        """Handle some records, oldest first, in the thread."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Called in the thread after some records, when no more wait or some time has passed."""
+        """Called in the thread after each ``handle``."""
 
     @abstractmethod
     def end(self) -> None:
         """Called in the thread after the last record."""
 
-    def _work(self) -> None:
-        is_last = False
-        while not is_last:
-            first = self._waiting.get()
-            self._closed.wait(_PAUSE)
-            is_last = self._handle_all(first, time.monotonic() + _FLUSH)
-            self._guarded(self.flush)
-        self._guarded(self.end)
-
-    def _handle_all(self, item: TimedRecord | None, due: float) -> bool:
-        """Handle a record and those that wait, until ``due``; return whether they were the last."""
-        while item is not None:
-            self._guarded(partial(self.handle, item))
-            if self._waiting.empty() or time.monotonic() >= due:
-                return False
-            item = self._waiting.get()
-        return True
-
-    def _guarded(self, call: Callable[[], None]) -> None:
+    def guard(self, call: Callable[[], None]) -> None:
+        """Call something that may fail: code of the user, or a write to a full disk."""
         try:
             call()
-        except Exception as error:  # code of the user, or a full disk: training must not end for it
+        except Exception as error:  # training must not end for it
             self._fail(f"{type(error).__name__}: {error}")
+
+    def _work(self) -> None:
+        while items := self._next():
+            self.guard(partial(self.handle, items))
+            self.guard(self.flush)
+            if len(items) < _BATCH:
+                self._closed.wait(self.PAUSE)
+        self.guard(self.end)
+
+    def _next(self) -> list[TimedRecord]:
+        """Wait for records, and return those that wait; none after the last."""
+        found: list[TimedRecord] = []
+        while (item := self._waiting.get()) is not None:
+            found.append(item)
+            if len(found) >= _BATCH or self._waiting.empty():
+                return found
+        if found:
+            self._waiting.put(None)
+        return found
 
     def _fail(self, reason: str) -> None:
         if not self._failed:

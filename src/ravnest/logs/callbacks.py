@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 from ravnest.logs.background import BackgroundSink, TimedRecord
 from ravnest.telemetry import LossRecord, RoundRecord, ValidationRecord, WorkerRecord
 
@@ -25,17 +29,20 @@ class Callbacks(BackgroundSink):
     def on_event(self, record: WorkerRecord) -> None:
         """Handle everything else: phases, warnings, checkpoints, recoveries, timings, queue lengths."""
 
-    def handle(self, item: TimedRecord) -> None:
-        """Call the method for a record."""
-        match item.record:
-            case LossRecord() as record:
-                self.on_update(record)
-            case ValidationRecord() as record:
-                self.on_validation(record)
-            case RoundRecord() as record:
-                self.on_round(record)
-            case record:
-                self.on_event(record)
+    def handle(self, items: Sequence[TimedRecord]) -> None:
+        """Call the methods for some records."""
+        for _, record in items:
+            self.guard(partial(self._method(record), record))
+
+    def _method(self, record: WorkerRecord) -> Callable[[Any], None]:
+        match record:
+            case LossRecord():
+                return self.on_update
+            case ValidationRecord():
+                return self.on_validation
+            case RoundRecord():
+                return self.on_round
+        return self.on_event
 
     def flush(self) -> None:
         """Do nothing; for subclasses that collect."""

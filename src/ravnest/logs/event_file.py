@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +18,12 @@ from typing import Self
 
 _POLYNOMIAL = 0x82F63B78
 _MASK = 0xA282EAD8
-_VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
+_BYTES, _FLOAT = 2, 5
 """Wire types of protocol buffers."""
-_VERSION = b"brain.Event:2"
-_FLOAT_VALUE = bytes([2 << 3 | _FLOAT])
-"""Tag of the value of a scalar."""
+_TIME, _STEP = b"\x09", b"\x10"
+"""Tags of fields of an event: the number of the field and its wire type."""
+_FORMAT = b"brain.Event:2"
+_UINT32, _FLOAT32, _FLOAT64 = struct.Struct("<I"), struct.Struct("<f"), struct.Struct("<d")
 
 
 def _make_table() -> tuple[int, ...]:
@@ -37,17 +39,26 @@ def _make_table() -> tuple[int, ...]:
 _TABLE = _make_table()
 
 
+@functools.cache
+def _table_of_pairs() -> array[int]:
+    """Return the changes of a checksum by two bytes at once, which takes half the time."""
+    firsts = (_TABLE[first] ^ second for second in range(256) for first in range(256))
+    return array("I", [_TABLE[value & 0xFF] ^ value >> 8 for value in firsts])
+
+
 def crc32c(data: bytes) -> int:
     """Return the Castagnoli checksum of some bytes."""
-    value = 0xFFFFFFFF
-    for byte in data:
-        value = _TABLE[(value ^ byte) & 0xFF] ^ value >> 8
+    value, table = 0xFFFFFFFF, _table_of_pairs()
+    for pair in struct.unpack_from(f"<{len(data) // 2}H", data):
+        value = table[(value ^ pair) & 0xFFFF] ^ value >> 16
+    if len(data) % 2:
+        value = _TABLE[(value ^ data[-1]) & 0xFF] ^ value >> 8
     return value ^ 0xFFFFFFFF
 
 
 def _masked(data: bytes) -> bytes:
     checksum = crc32c(data)
-    return struct.pack("<I", ((checksum >> 15 | checksum << 17) + _MASK) & 0xFFFFFFFF)
+    return _UINT32.pack(((checksum >> 15 | checksum << 17) + _MASK) & 0xFFFFFFFF)
 
 
 def _varint(value: int) -> bytes:
@@ -66,24 +77,17 @@ def _field(number: int, kind: int, content: bytes) -> bytes:
 
 
 @functools.lru_cache(maxsize=1000)
-def _name(name: str) -> bytes:
-    return _field(1, _BYTES, name.encode())
-
-
-def _event(time: float, content: bytes, step: int = 0) -> bytes:
-    return (
-        _field(1, _DOUBLE, struct.pack("<d", time))
-        + (_field(2, _VARINT, _varint(step)) if step else b"")
-        + content
-    )
+def _scalar_head(name: str) -> bytes:
+    """Return a scalar without its value, which are its last four bytes."""
+    return _field(1, _BYTES, _field(1, _BYTES, name.encode()) + _field(2, _FLOAT, bytes(4)))[:-4]
 
 
 def _scalar(name: str, value: float) -> bytes:
     try:
-        number = struct.pack("<f", value)
+        number = _FLOAT32.pack(value)
     except OverflowError:
-        number = struct.pack("<f", math.copysign(math.inf, value))
-    return _field(1, _BYTES, _name(name) + _FLOAT_VALUE + number)
+        number = _FLOAT32.pack(math.copysign(math.inf, value))
+    return _scalar_head(name) + number
 
 
 @functools.lru_cache(maxsize=1000)
@@ -93,7 +97,7 @@ def _length(size: int) -> bytes:
 
 
 def _record(message: bytes) -> bytes:
-    return _length(len(message)) + message + _masked(message)
+    return b"".join((_length(len(message)), message, _masked(message)))
 
 
 class EventFile:
@@ -103,7 +107,7 @@ class EventFile:
         """``suffix`` makes the name unique among the files of one second."""
         self.path = folder / f"events.out.tfevents.{int(time)}.{suffix}"
         self._file = self.path.open("wb")
-        self._file.write(_record(_event(time, _field(3, _BYTES, _VERSION))))
+        self._file.write(_record(_TIME + _FLOAT64.pack(time) + _field(3, _BYTES, _FORMAT)))
         self._file.flush()
 
     def __enter__(self) -> Self:
@@ -116,8 +120,9 @@ class EventFile:
 
     def add(self, scalars: Sequence[tuple[str, float]], step: int, time: float) -> None:
         """Write scalars by name in one event; a value beyond the range of float32 becomes infinite."""
-        summary = _field(5, _BYTES, b"".join(_scalar(name, value) for name, value in scalars))
-        self._file.write(_record(_event(time, summary, step)))
+        summary = _field(5, _BYTES, b"".join([_scalar(name, value) for name, value in scalars]))
+        number = _STEP + _varint(step) if step else b""
+        self._file.write(_record(b"".join((_TIME, _FLOAT64.pack(time), number, summary))))
 
     def flush(self) -> None:
         """Have readers see what was written."""

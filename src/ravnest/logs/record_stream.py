@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import msgspec
 
@@ -10,20 +11,26 @@ from ravnest.logs.background import BackgroundSink, TimedRecord
 from ravnest.telemetry import RecordSink, WorkerRecord
 
 RECORDS_VARIABLE = "RAVNEST_RECORDS"
-"""Environment variable of a node whose launcher shows its progress: the descriptor of a pipe."""
+"""Environment variable of a node whose launcher reads its records: the descriptor of a pipe."""
+PROGRESS_VARIABLE = "RAVNEST_PROGRESS"
+"""Environment variable of a node: 0 if its launcher shows its progress."""
+
+_encoder = msgspec.json.Encoder()
 
 
 class RecordStream(BackgroundSink):
     """Writes records to a pipe, one JSON object per line."""
+
+    PAUSE = 0.2  # a person looks at them
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
         self._pipe = os.fdopen(descriptor, "wb")
         super().__init__()
 
-    def handle(self, item: TimedRecord) -> None:
-        """Write a record."""
-        self._pipe.write(msgspec.json.encode(item.record) + b"\n")
+    def handle(self, items: Sequence[TimedRecord]) -> None:
+        """Write some records."""
+        self._pipe.write(_encoder.encode_lines([item.record for item in items]))
 
     def flush(self) -> None:
         """Have the launcher see what was written."""

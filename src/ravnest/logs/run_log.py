@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import math
+import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,21 @@ from ravnest.telemetry import LossRecord
 
 METRICS = "metrics.csv"
 RECORDS = "records.jsonl"
-_COLUMNS = ("time", "update", "name", "value")
+_COLUMNS = "time,update,name,value\r\n"
+
+_encoder = msgspec.json.Encoder()
+
+
+@functools.lru_cache(maxsize=1000)
+def _quoted(name: str) -> str:
+    """Return a name as a field of CSV."""
+    if not set(name) & set(',"\r\n'):
+        return name
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 class RunLog(BackgroundSink):
@@ -29,34 +42,49 @@ class RunLog(BackgroundSink):
     an earlier run are continued. Pass one to the Root: ``Node(..., record_sink=RunLog("runs/first"))``.
     """
 
-    def __init__(self, folder: str | Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        clock: Callable[[], float] = time.time,
+        *,
+        continues: bool = True,
+    ) -> None:
+        """``continues``: ``False`` refuses a folder that has records of an earlier run."""
         self.folder = Path(folder)
         self._update = 0
         """Newest update; it is the step of figures that have none of their own."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if not continues and _size(self.folder / RECORDS):
+                raise SettingsError(
+                    f"{self.folder} has the log of an earlier run; this one may repeat its updates, "
+                    "so figures would be there twice. Give another folder, or remove this one"
+                )
             begins = not (self.folder / METRICS).exists()
             self._metrics = (self.folder / METRICS).open("a", encoding="utf-8", newline="")
-            self._records = (self.folder / RECORDS).open("a", encoding="utf-8")
+            self._records = (self.folder / RECORDS).open("ab")
             self._events = EventFile(self.folder, clock(), f"{os.getpid()}.{time.monotonic_ns()}")
         except OSError as error:
             raise SettingsError(f"cannot write a log to {self.folder}: {error}") from error
-        self._rows = csv.writer(self._metrics)
         if begins:
-            self._rows.writerow(_COLUMNS)
+            self._metrics.write(_COLUMNS)
         super().__init__(clock)
 
-    def handle(self, item: TimedRecord) -> None:
-        """Write a record."""
-        moment, record = item
-        if isinstance(record, LossRecord):
-            self._update = record.update
-        fields = msgspec.json.encode(record).decode()  # an object with one field at least: its kind
-        self._records.write(f'{{"time":{moment:.3f},{fields[1:]}\n')
-        scalars = [(name, math.nan if value is None else value) for name, value in scalars_of(record)]
-        if scalars:
-            self._rows.writerows((f"{moment:.3f}", self._update, *each) for each in scalars)
-            self._events.add(scalars, self._update, moment)
+    def handle(self, items: Sequence[TimedRecord]) -> None:
+        """Write some records: once to each file."""
+        lines, rows = [], []
+        for at, record in items:
+            if isinstance(record, LossRecord):
+                self._update = record.update
+            moment = f"{at:.3f}"
+            # an object with one field at least: its kind
+            lines.append(b'{"time":%b,%b\n' % (moment.encode(), _encoder.encode(record)[1:]))
+            if scalars := scalars_of(record):
+                head = f"{moment},{self._update}"
+                rows += [f"{head},{_quoted(name)},{value!r}\r\n" for name, value in scalars]
+                self._events.add(scalars, self._update, at)
+        self._records.write(b"".join(lines))
+        self._metrics.write("".join(rows))
 
     def flush(self) -> None:
         """Have readers see what was written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ravnest.telemetry import (
@@ -17,10 +18,10 @@ from ravnest.telemetry import (
 
 
 class Scalar(NamedTuple):
-    """One figure; ``None`` is one that is infinite or not a number."""
+    """One figure; not a number if it was not finite."""
 
     name: str
-    value: float | None
+    value: float
 
 
 def scalars_of(record: WorkerRecord) -> list[Scalar]:
@@ -28,9 +29,10 @@ def scalars_of(record: WorkerRecord) -> list[Scalar]:
     match record:
         case LossRecord(loss=loss, staleness=staleness, learning_rate=rate):
             known = [] if rate is None else [Scalar("train/learning_rate", rate)]
-            return [Scalar("train/loss", loss), Scalar("train/staleness", staleness), *known]
-        case ValidationRecord(name=name, value=value):
-            return [Scalar(f"validation/{name}", value)]
+            return [_scalar("train/loss", loss), Scalar("train/staleness", staleness), *known]
+        case ValidationRecord(name=name, value=value, metrics=metrics):
+            values = {name: value, **metrics}
+            return [_scalar(f"validation/{each}", values[each]) for each in values]
         case PaceRecord(samples_per_second=rate) if rate is not None:
             return [Scalar("train/samples_per_second", rate)]
         case RoundRecord(committed=True, seconds=seconds, clusters=clusters):
@@ -54,3 +56,7 @@ def scalars_of(record: WorkerRecord) -> list[Scalar]:
         case RecoveryRecord(seconds=seconds, repeated=repeated):
             return [Scalar("recovery/seconds", seconds), Scalar("recovery/repeated", repeated)]
     return []
+
+
+def _scalar(name: str, value: float | None) -> Scalar:
+    return Scalar(name, math.nan if value is None else value)

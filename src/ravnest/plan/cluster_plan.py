@@ -120,6 +120,8 @@ class _Split:
     count: int
     rows: int
     in_flight: int
+    forced: bool
+    """RAM is too short for larger ones."""
 
 
 def _choose_split(profile: ModelProfile, costs: ModelCosts, times: Sequence[StageTimes]) -> _Split:
@@ -128,12 +130,13 @@ def _choose_split(profile: ModelProfile, costs: ModelCosts, times: Sequence[Stag
     smallest = profile.smallest_rows or batch
     largest = _largest_rows(profile, costs)
     chosen = choose_microbatches(times, batch, smallest) if len(times) > 1 else 1
-    rows = min(-(-batch // chosen), largest)
-    count = -(-batch // rows)
+    fastest = -(-batch // chosen)
+    rows = min(fastest, largest)
+    count, forced = -(-batch // rows), rows < fastest
     if training.max_delay:
-        return _Split(count, rows, 2 * count)
+        return _Split(count, rows, 2 * count, forced)
     in_flight = count if training.share == 1 else max(1, int(batch * training.share) // rows)
-    return _Split(count, rows, in_flight)
+    return _Split(count, rows, in_flight, forced)
 
 
 def _largest_rows(profile: ModelProfile, costs: ModelCosts) -> int:
@@ -154,13 +157,9 @@ def _may_split(profile: ModelProfile, split: _Split, stages: int) -> bool:
 
 
 def _split_reason(profile: ModelProfile, costs: ModelCosts, split: _Split) -> str:
-    """Explain the number of micro-batches and the schedule to the user."""
-    delayed = bool(costs.training.max_delay)
+    """Explain the number of micro-batches to the user."""
     if profile.smallest_rows is None:
-        text = f"batches are not split into micro-batches: {profile.unsplit_reason}"
-        cause = profile.late_reason or "RAM is short"
-        alone = f"; one batch at a time is in the pipeline, because {cause}"
-        return text if delayed else text + alone
+        return f"batches are not split into micro-batches: {profile.unsplit_reason}"
     if split.count == 1:
         text = "batches are not split into micro-batches: that would not be faster"
     else:
@@ -168,7 +167,7 @@ def _split_reason(profile: ModelProfile, costs: ModelCosts, split: _Split) -> st
         text = f"each batch of {profile.batch_size} is split into {parts}"
     if costs.training.share < 1:
         return f"{text}, of which at most {split.in_flight} are in flight, because RAM is short"
-    return f"{text}; too few to keep the stages busy, so that two batches overlap" if delayed else text
+    return f"{text}, because RAM is short" if split.forced else text
 
 
 def _stage(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ravnest.plan.cluster_cost import about_clusters
 from ravnest.plan.cost import assumed_compute
 from ravnest.plan.links import MeasuredLink
 from ravnest.plan.memory import StageMemory, size
@@ -23,7 +24,7 @@ def explain(plan: Plan, profile: ModelProfile, unit_names: Sequence[str]) -> str
     ``unit_names`` has one name per unit, for display; neighbouring units may share one.
     """
     lines = [_headline(plan), *_assumption(plan), *map(_row_cut_line, plan.row_cuts)]
-    lines += [idle] if (idle := idle_nodes(plan)) else []
+    lines += plan_notes(plan)
     for cluster in plan.clusters:
         lines += ["", _cluster_line(cluster)]
         for stage in cluster.stages:
@@ -44,6 +45,23 @@ def clusterize_log(plan: Plan) -> str:
     ]
     roles = [f"Node({stage.node.id}) -> {stage.role}" for stage in plan.stages]
     return "\n\n\n".join([*blocks, "\n".join(clusters), "\n".join(roles)]) + "\n"
+
+
+def clusterize_notes(plan: Plan) -> str:
+    """Return what ``clusterize`` says besides its log: schedule, savings of memory and warnings."""
+    lines = [*_schedules(plan), *map(_row_cut_line, plan.row_cuts)]
+    for cluster in plan.clusters:
+        for stage in cluster.stages:
+            lines += [f"Node({stage.node.id}): {line}" for line in _savings(cluster, stage)]
+    return "\n".join([*lines, *plan_notes(plan)])
+
+
+def _schedules(plan: Plan) -> list[str]:
+    """Return the schedule and the reasons for the micro-batches, once if all clusters have the same."""
+    reasons = {cluster.id: cluster.split_reason for cluster in plan.clusters}
+    if len(set(reasons.values())) == 1:
+        return [f"Schedule {plan.schedule}: {reasons[0]}."]
+    return [f"Cluster {number}, schedule {plan.schedule}: {each}." for number, each in reasons.items()]
 
 
 def _node_block(plan: Plan, stage: StagePlan) -> str:
@@ -86,6 +104,11 @@ def _assumption(plan: Plan) -> list[str]:
     if len(silent) == len(nodes):
         return [f"No node states its compute: {assumed} is assumed for all."]
     return [f"Assumed compute (the median of the others), {assumed}: {', '.join(silent)}."]
+
+
+def plan_notes(plan: Plan) -> list[str]:
+    """Return what a user should know before training: idle nodes, and the cost of several clusters."""
+    return [note for note in (idle_nodes(plan), about_clusters(len(plan.clusters))) if note]
 
 
 def idle_nodes(plan: Plan) -> str:
@@ -146,28 +169,27 @@ def _stage_lines(
         f" {size(memory.activations)}, transfer {size(memory.transfer)}, gradients and workspace"
         f" {size(memory.gradients)}{_averaging(memory)}{_unacknowledged(memory)}."
     )
-    if cluster.loss_chunks > 1 and stage.index == len(cluster.stages) - 1:
-        yield (
-            f"    Logits and loss are computed in {cluster.loss_chunks} chunks of positions, because RAM"
-            " is short."
-        )
-    yield from _recomputation(cluster, stage)
+    yield from (f"    {line}" for line in _savings(cluster, stage))
     yield f"    Time {_time(stage.compute_seconds)} per batch{_link(cluster, stage)}."
 
 
-def _recomputation(cluster: ClusterPlan, stage: StagePlan) -> Iterator[str]:
+def _savings(cluster: ClusterPlan, stage: StagePlan) -> Iterator[str]:
     """Say what the node does because it cannot keep everything that would make it faster."""
+    last = stage.index == len(cluster.stages) - 1
+    if cluster.loss_chunks > 1 and last:
+        chunks = f"{cluster.loss_chunks} chunks of positions"
+        yield f"Logits and loss are computed in {chunks}, because RAM is short."
     if not stage.defers:
-        yield "    RAM is short: weight gradients are computed with those of the inputs, not after them."
+        yield "RAM is short: weight gradients are computed with those of the inputs, not after them."
     if stage.kept is None:
         return
     kept = f"the activations of {stage.kept} of {cluster.in_flight} micro-batches fit at once"
-    if stage.index == len(cluster.stages) - 1:
-        yield f"    RAM is short: {kept}; weight gradients are computed early."
+    if last:
+        yield f"RAM is short: {kept}; weight gradients are computed early."
     elif cluster.microbatch_rows is None:
-        yield "    RAM is short: activations are recomputed in the backward pass."
+        yield "RAM is short: activations are recomputed in the backward pass."
     else:
-        yield f"    RAM is short: {kept}, those of the others are recomputed in the backward pass."
+        yield f"RAM is short: {kept}, those of the others are recomputed in the backward pass."
 
 
 def _averaging(memory: StageMemory[float]) -> str:

@@ -121,16 +121,15 @@ def best_grouping(
 
     Tries every subset as the cluster of its lowest node: 3^n steps for n nodes.
     """
+    return _Subsets(tuple(sorted(nodes)), score).grouping(clusters)
+
+
+def best_groupings(
+    nodes: Sequence[int], counts: Sequence[int], score: Callable[[Cluster], GroupingScore]
+) -> Iterator[Grouping | None]:
+    """Yield the best grouping for each of these numbers of clusters, as ``best_grouping`` does."""
     subsets = _Subsets(tuple(sorted(nodes)), score)
-    left, count = subsets.everyone, clusters
-    result: list[Cluster] = []
-    while left:
-        found = subsets.best(left, count)
-        if found is None:
-            return None
-        result.append(subsets.members(found[1]))
-        left, count = left ^ found[1], None if count is None else count - 1
-    return tuple(result)
+    return map(subsets.grouping, counts)
 
 
 class _Subsets:
@@ -142,6 +141,18 @@ class _Subsets:
         self._score = score
         self._scores: dict[int, GroupingScore] = {}
         self._best: dict[tuple[int, int | None], tuple[GroupingScore, int] | None] = {}
+
+    def grouping(self, count: int | None) -> Grouping | None:
+        """Return the best grouping of all nodes into ``count`` clusters."""
+        left = self.everyone
+        result: list[Cluster] = []
+        while left:
+            found = self.best(left, count)
+            if found is None:
+                return None
+            result.append(self.members(found[1]))
+            left, count = left ^ found[1], None if count is None else count - 1
+        return tuple(result)
 
     def members(self, chosen: int) -> Cluster:
         return tuple(node for bit, node in enumerate(self.nodes) if chosen >> bit & 1)

@@ -163,10 +163,14 @@ def _possible_clusters(costs: ModelCosts, machines: Sequence[NodeCapacity], clus
     """Return a number of clusters that fits: the next lower one for a small pool, else any."""
     if len(machines) <= PROBED_NODES:
         for fewer in range(clusters - 1, 0, -1):
-            if find_clusters(costs, machines, fewer, seed=0) is not None:
+            if _fits(costs, machines, fewer):
                 return fewer
-    found = find_clusters(costs, machines, None, seed=0)
+    found = next(find_clusters(costs, machines, None, seed=0), None)
     return None if found is None else len(found[1])
+
+
+def _fits(costs: ModelCosts, machines: Sequence[NodeCapacity], clusters: int | None) -> bool:
+    return any(True for _ in find_clusters(costs, machines, clusters, seed=0))
 
 
 def _no_cut(
@@ -176,7 +180,7 @@ def _no_cut(
     factor = _factor_that_fits(costs, machines, clusters)
     enough = f" About {factor:g} times the RAM on each node would be enough." if factor else ""
     kept = "the activations of its " + ("batch" if costs.training.part == 1 else "micro-batches")
-    helps = find_clusters(_without_batch(costs), machines, clusters, seed=0) is not None
+    helps = _fits(_without_batch(costs), machines, clusters)
     return Infeasible(
         f"the model needs {size(costs.smallest_total)} to train {_batch(costs)} and"
         f" {_pool(machines, source)} {size(offered)}, but no cut was found that gives every node a"
@@ -194,7 +198,7 @@ def _factor_that_fits(
         return None
     for factor in FACTORS:
         larger = [replace(machine, ram=machine.ram * factor) for machine in machines]
-        if find_clusters(costs, larger, clusters, seed=0) is not None:
+        if _fits(costs, larger, clusters):
             return factor
     return None
 

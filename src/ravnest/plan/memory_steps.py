@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ravnest.plan.cost import ModelCosts
 from ravnest.plan.profile import ModelProfile
+from ravnest.types import ScheduleSetting
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,20 @@ _WHOLE = [MemoryStep(1.0, 1.0, max_delay=1), MemoryStep(1.0, 1.0)]
 """Steps for a batch that cannot be split: two batches in flight and two versions, or one of each."""
 
 
-def memory_steps(profile: ModelProfile) -> list[MemoryStep]:
-    """Return what the planner tries in turn until the stages fit the RAM and nothing is lost by it."""
+def memory_steps(profile: ModelProfile, schedule: ScheduleSetting = "auto") -> list[MemoryStep]:
+    """Return what the planner tries in turn until the stages fit the RAM and nothing is lost by it.
+
+    With ``async`` two batches are always in flight, whole or in micro-batches.
+    """
     if profile.smallest_rows is None:
-        return _WHOLE[1:] if profile.late_reason else _WHOLE
+        late, exact = _WHOLE[:1], _WHOLE[1:]
+        if schedule == "async":
+            return late
+        return exact if profile.late_reason or schedule == "sync" else _WHOLE
     least = min(profile.smallest_rows / profile.batch_size, 1.0)
     steps = [MemoryStep(max(step.share, least), max(step.part, least)) for step in _SPLIT]
+    if schedule == "async":
+        steps = [replace(step, max_delay=1) for step in steps if step.share == 1]
     return list(dict.fromkeys(steps))
 
 
@@ -76,9 +85,7 @@ def later_costs(profile: ModelProfile, costs: ModelCosts) -> Iterator[ModelCosts
     """Yield the costs of later steps with the same delay."""
     training = costs.training
     now = MemoryStep(training.share, training.part, training.max_delay)
-    steps = memory_steps(profile)
+    steps = memory_steps(profile, "async" if training.max_delay else "sync")
     behind = steps[steps.index(now) + 1 :] if now in steps else []
     for step in behind:
-        if step.max_delay != now.max_delay:
-            continue
         yield replace(costs, training=replace(training, share=step.share, part=step.part))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ravnest.plan.cluster_cost import samples_factor
 from ravnest.plan.links import MeasuredLink
 from ravnest.plan.memory import StageMemory
 from ravnest.plan.node_configs import NodeConfig
 from ravnest.plan.profile import RowCut
 from ravnest.plan.rings import Ring
+from ravnest.plan.schedule_choice import DELAY_COST
 from ravnest.types import Role, Schedule
 
 TIGHT = 2 / 3
@@ -100,6 +102,17 @@ class Plan:
     def samples_per_second(self) -> float:
         """Predicted rate of all clusters together."""
         return sum(cluster.samples_per_second for cluster in self.clusters)
+
+    @property
+    def loss_rate(self) -> float:
+        """Predicted rate, divided by the samples that it takes for a given loss.
+
+        Relative to the samples of one process: clusters and late gradients need more. Whole batches are
+        trained with late gradients wherever they fit the memory, so that this is no difference there.
+        """
+        late = self.splittable and self.schedule == "async"
+        needed = samples_factor(len(self.clusters)) * (DELAY_COST if late else 1.0)
+        return self.samples_per_second / needed
 
     @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:

@@ -5,8 +5,9 @@ Pure: the same arguments give the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from ravnest.errors import PlanError
 from ravnest.plan.cluster_plan import plan_cluster, stage_times
@@ -23,7 +24,10 @@ from ravnest.plan.profile import ModelProfile
 from ravnest.plan.rings import OwnedUnits, Ring, RingMember, make_rings
 from ravnest.plan.schedule_choice import delay_pays
 from ravnest.plan.search import EXACT_NODES, Pipeline, find_clusters
+from ravnest.types import ScheduleSetting
 
+COMPARED_NODES = 50
+"""Largest pool for which several numbers of clusters are compared: each takes seconds in larger ones."""
 NEARLY = 1.01
 """Multiple of the shortest time that counts as equal if measured links decide the order."""
 
@@ -37,17 +41,18 @@ def make_plan(
     update_frequency: int = 1,
     averaging: float | None = None,
     recompute: bool = True,
+    schedule: ScheduleSetting = "auto",
     source: str = "node_configs.json",
     links: LinkFigures = UNMEASURED,
 ) -> Plan | Infeasible:
-    """Return the plan that uses every node with the highest predicted samples per second.
+    """Return the plan that uses every node and reaches a given loss soonest by prediction.
 
     Without ``clusters``, every cluster has a Root and a Leaf, unless some node could not be used
     otherwise: the pool has one node, the model cannot be cut, or nothing else fits the RAM. With
     ``clusters`` there are exactly that many, and clusters of one node are allowed. ``averaging`` is the
     memory for rounds between clusters (``averaging_copies``). ``recompute``: stages may recompute
-    activations. ``source`` names the file of the nodes in messages; empty if they are a server's
-    providers. ``links`` are measured figures of the nodes' links.
+    activations. ``schedule`` is the user's. ``source`` names the file of the nodes in messages; empty
+    if they are a server's providers. ``links`` are measured figures of the nodes' links.
 
     Returns ``Infeasible`` if no plan exists; raises ``PlanError`` for invalid arguments.
     """
@@ -56,7 +61,7 @@ def make_plan(
     if impossible is not None:
         return impossible
     copies = averaging_copies() if averaging is None else averaging
-    request = _PlanRequest(clusters, seed, update_frequency, copies, recompute, source)
+    request = _PlanRequest(clusters, seed, update_frequency, copies, recompute, schedule, source)
     nodes = sorted(nodes, key=lambda node: node.id)
     plan = _best_plan(profile, nodes, request, links)
     if isinstance(plan, Plan):
@@ -81,6 +86,7 @@ class _PlanRequest:
     update_frequency: int
     averaging: float
     recompute: bool
+    schedule: ScheduleSetting
     source: str
 
 
@@ -92,18 +98,19 @@ def _best_plan(
     found: list[Plan] = []
     for chunks in chunk_counts(profile):
         chunked = with_loss_chunks(profile, chunks)
-        for step in memory_steps(chunked):
+        for step in memory_steps(chunked, request.schedule):
             several = step.costs(
                 chunked, request.update_frequency, request.averaging, recompute=request.recompute
             )
             several = replace(several, links=links)
-            clusters_found = find_clusters(several, machines, request.clusters, request.seed)
-            if clusters_found is None:
+            plans = list(_plans(chunked, several, nodes, machines, request))
+            if chunks > 1:
+                plans = [plan for plan in plans if _holds_head(profile, plan)]
+            if not plans:
                 continue
-            plan = _plan(chunked, clusters_found, nodes, machines, request)
-            if chunks > 1 and not _holds_head(profile, plan):
-                continue
-            found.append(_with_chunks(plan, profile, chunks, clusters_found[0]))
+            plan = max(plans, key=_worth)
+            costs = several if len(plan.clusters) > 1 else several.alone()
+            found.append(_with_chunks(plan, profile, chunks, costs))
             kept_all = all(stage.kept is None for stage in plan.stages)
             if len(nodes) > EXACT_NODES or (kept_all and loses_nothing(step)):
                 return max(found, key=_worth)
@@ -112,6 +119,29 @@ def _best_plan(
     if not found:
         return explain_infeasible(profile, several, nodes, request.clusters, request.source)
     return max(found, key=_worth)
+
+
+def _plans(
+    profile: ModelProfile,
+    several: ModelCosts,
+    nodes: Sequence[NodeConfig],
+    machines: Sequence[NodeCapacity],
+    request: _PlanRequest,
+) -> Iterator[Plan]:
+    """Yield a plan for each number of clusters; in a large pool while fewer clusters are better.
+
+    Whole batches are not tried there with fewer clusters: at most two are in a pipeline, so that the
+    stages of a longer one wait. Neither are pools above ``COMPARED_NODES``.
+    """
+    best: Plan | None = None
+    for found in find_clusters(several, machines, request.clusters, request.seed):
+        plan = _plan(profile, found, nodes, machines, request)
+        yield plan
+        if len(nodes) > EXACT_NODES:
+            worse = best is not None and _worth(plan) < _worth(best)
+            if worse or profile.smallest_rows is None or len(nodes) > COMPARED_NODES:
+                return
+        best = plan
 
 
 def _holds_head(profile: ModelProfile, plan: Plan) -> bool:
@@ -154,13 +184,18 @@ def _plan(
 ) -> Plan:
     """Return the plan with these pipelines, or with the same nodes in a better order."""
     costs, pipelines = found
-    if _delay_pays(profile, costs, pipelines, machines):
+    overlap = _Overlap.NO
+    if request.schedule == "auto":
+        overlap = _overlap(profile, costs, pipelines, machines)
+    if overlap is _Overlap.PAYS:
         costs = costs.delayed()
     pool = _Pool(profile, nodes, machines)
     pipelines = tuple(pool.best_order(costs, pipeline) for pipeline in pipelines)
     relayed = costs.links.count_relayed([nodes[i].id for i in each] for each in pipelines)
     costs = replace(costs, links=costs.links.shared_by(relayed))
     clusters = tuple(pool.cluster(number, costs, each) for number, each in enumerate(pipelines))
+    note = _overlap_note(profile, costs, overlap, request.schedule)
+    clusters = tuple(replace(each, split_reason=each.split_reason + note) for each in clusters)
     return Plan(
         clusters=clusters,
         rings=_rings(profile, clusters),
@@ -225,32 +260,60 @@ def _slowest(cluster: ClusterPlan) -> float:
 
 
 def _worth(plan: Plan) -> tuple[int, float]:
-    """Return the rank of a plan: fewer one-node clusters, then more samples per second."""
-    return -sum(len(cluster.stages) == 1 for cluster in plan.clusters), plan.samples_per_second
+    """Return the rank of a plan: fewer one-node clusters, then less time to a given loss."""
+    return -sum(len(cluster.stages) == 1 for cluster in plan.clusters), plan.loss_rate
 
 
-def _delay_pays(
+class _Overlap(Enum):
+    """Answer to the question whether two batches that can be split should overlap."""
+
+    NO = "no"
+    PAYS = "pays"
+    TOO_LARGE = "too large"
+    """It would pay, and does not fit the RAM."""
+
+
+def _overlap(
     profile: ModelProfile,
     costs: ModelCosts,
     pipelines: Sequence[Pipeline],
     machines: Sequence[NodeCapacity],
-) -> bool:
+) -> _Overlap:
     """Return whether batches that can be split are better trained with a delay, and fit the RAM so.
 
     Stages must keep all activations of two batches: to recompute them would take what a delay gains.
     """
     if profile.smallest_rows is None or profile.late_reason or costs.training.share < 1:
-        return False
-    clusters, delayed = [], costs.delayed()
+        return _Overlap.NO
+    clusters, fits = [], True
+    delayed = costs.delayed()
     delayed = replace(delayed, training=replace(delayed.training, recompute=False))
     for pipeline in pipelines:
         order = [machines[node] for node in pipeline]
         cuts = best_cuts(delayed, order)
         if cuts is None:
-            return False
-        known = stage_times(costs, cuts, order)
-        clusters.append([replace(times, latency=None) for times in known])
-    return delay_pays(clusters, profile.batch_size // profile.smallest_rows)
+            fits, cuts = False, best_cuts(costs, order)
+            assert cuts is not None, f"{pipeline} fitted in the search and does not fit now"
+        clusters.append(stage_times(costs, cuts, order))
+    if not delay_pays(clusters, profile.batch_size // profile.smallest_rows):
+        return _Overlap.NO
+    return _Overlap.PAYS if fits else _Overlap.TOO_LARGE
+
+
+def _overlap_note(
+    profile: ModelProfile, costs: ModelCosts, overlap: _Overlap, schedule: ScheduleSetting
+) -> str:
+    """Say why batches overlap in the pipeline, or why not; empty if that is no question."""
+    set_by_user = schedule != "auto"
+    if profile.smallest_rows is None:
+        cause = profile.late_reason or (f"schedule={schedule!r}" if set_by_user else "RAM is short")
+        alone = f"; one batch at a time is in the pipeline, because {cause}"
+        return "" if costs.training.max_delay else alone
+    if overlap is _Overlap.TOO_LARGE:
+        return "; two batches that overlap would be faster, but RAM is short"
+    if overlap is _Overlap.PAYS:
+        return "; too few to keep the stages busy, so that two batches overlap"
+    return f"; two batches overlap, because schedule={schedule!r}" if costs.training.max_delay else ""
 
 
 def _check(profile: ModelProfile, nodes: Sequence[NodeConfig], update_frequency: int) -> None:

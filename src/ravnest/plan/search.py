@@ -7,9 +7,14 @@ from random import Random
 
 from ravnest.plan.candidate_cuts import candidate_cuts
 from ravnest.plan.cost import ModelCosts, NodeCapacity
-from ravnest.plan.cuts import best_cuts
 from ravnest.plan.genetic import evolve
-from ravnest.plan.grouping import BREVITY, Grouping, NodePool, best_grouping, expected_length
+from ravnest.plan.grouping import (
+    Grouping,
+    NodePool,
+    best_grouping,
+    best_groupings,
+    expected_length,
+)
 from ravnest.plan.local_search import improve
 from ravnest.plan.pipeline_order import OrderSearch
 from ravnest.plan.ranges import IntArray
@@ -24,6 +29,8 @@ LARGE_CUTS, MOST_LARGE_CUTS, CUTS_PER_STAGE = 96, 200, 12
 """Candidate cuts of the search in a large pool: more for longer pipelines."""
 LARGE_EFFORT = 450_000_000
 """Effort limit for a large pool: a fifth for the genetic search, the rest for the local search."""
+FEWER_SHARE = 4
+"""Divisor of that limit for each smaller number of clusters that is tried."""
 IMPROVED = 5
 """Groupings of the last generation that the local search improves, within the effort limit."""
 EXACT_LENGTH = 5
@@ -40,38 +47,50 @@ def find_clusters(
     seed: int,
     *,
     exact_nodes: int = EXACT_NODES,
-) -> tuple[ModelCosts, tuple[Pipeline, ...]] | None:
-    """Return the best pipelines and their costs; None if nothing fits.
+) -> Iterator[tuple[ModelCosts, tuple[Pipeline, ...]]]:
+    """Yield the best pipelines and their costs for one number of clusters after the other, most first.
 
-    ``several`` are the costs with several clusters; a single cluster does not average and needs less
-    memory. The other arguments are those of ``find_pipelines``.
+    The first has the number with the most samples per second; nothing if nothing fits. ``several`` are
+    the costs with several clusters; a single cluster does not average and needs less memory. With
+    ``clusters`` there is only that number. The other arguments are those of ``find_pipelines``.
     """
-
-    def found(costs: ModelCosts, count: int | None) -> list[tuple[ModelCosts, tuple[Pipeline, ...]]]:
-        pipelines = find_pipelines(costs, machines, count, seed, exact_nodes=exact_nodes)
-        return [] if pipelines is None else [(costs, pipelines)]
-
-    candidates = found(several, clusters) if clusters != 1 else []
-    # In a large pool a single pipeline is the best only if nothing else fits.
-    small = len(machines) <= EXACT_NODES
-    if clusters == 1 or (clusters is None and (small or not candidates)):
-        candidates = [*found(several.alone(), 1), *candidates]
-    if len(candidates) < 2:
-        return candidates[0] if candidates else None
-    return max(candidates, key=lambda one: _worth(one[0], one[1], machines))
+    if clusters != 1:
+        for pipelines in _fewer_and_fewer(several, machines, clusters, seed, exact_nodes):
+            if len(pipelines) > 1:
+                yield several, pipelines
+    if clusters is None or clusters == 1:
+        alone = find_pipelines(several.alone(), machines, 1, seed, exact_nodes=exact_nodes)
+        if alone is not None:
+            yield several.alone(), alone
 
 
-def _worth(
-    costs: ModelCosts, pipelines: Sequence[Pipeline], machines: Sequence[NodeCapacity]
-) -> tuple[int, float]:
-    """Return the rank: fewer one-node clusters, then more samples per second and shorter pipelines."""
-    singles, rate = 0, 0.0
-    for pipeline in pipelines:
-        cuts = best_cuts(costs, [machines[node] for node in pipeline])
-        assert cuts is not None, f"{pipeline} fitted in the search and does not fit now"
-        singles += len(pipeline) == 1
-        rate += (1 - BREVITY * max(0, len(pipeline) - 2)) / max(cuts.seconds, 1e-9)
-    return -singles, rate
+def _fewer_and_fewer(
+    costs: ModelCosts,
+    machines: Sequence[NodeCapacity],
+    clusters: int | None,
+    seed: int,
+    exact_nodes: int,
+) -> Iterator[tuple[Pipeline, ...]]:
+    """Yield the pipelines of each number of clusters; in a large pool, of numbers that are halved."""
+    found = _search(costs, machines, clusters, seed, exact_nodes)
+    if found is None:
+        return
+    pool, grouping = found
+    yield _pipelines(pool, grouping)
+    if clusters is not None:
+        return
+    if len(machines) <= exact_nodes:
+        counts = range(len(grouping) - 1, 1, -1)
+        nodes = range(len(machines))
+        yield from (_pipelines(pool, g) for g in best_groupings(nodes, counts, pool.score) if g)
+        return
+    count = len(grouping) // 2
+    while count > 1:
+        fewer = _search(costs, machines, count, seed, exact_nodes, LARGE_EFFORT // FEWER_SHARE)
+        if fewer is None:
+            return
+        yield _pipelines(*fewer)
+        count //= 2
 
 
 def find_pipelines(
@@ -88,14 +107,27 @@ def find_pipelines(
     Pure: the same arguments give the same pipelines. Pools of more than ``exact_nodes`` nodes use the
     genetic search.
     """
+    found = _search(costs, machines, clusters, seed, exact_nodes)
+    return None if found is None else _pipelines(*found)
+
+
+def _search(
+    costs: ModelCosts,
+    machines: Sequence[NodeCapacity],
+    clusters: int | None,
+    seed: int,
+    exact_nodes: int,
+    effort: int | None = None,
+) -> tuple[NodePool, Grouping] | None:
+    """Return the best grouping with its pool; None if nothing fits."""
     small = len(machines) <= exact_nodes
     count = _exact_cuts(len(machines)) if small else _large_cuts(costs, machines, clusters)
     for cuts in _finer_cuts(costs, count, MOST_CUTS if small else 2 * count):
         exact_length = exact_nodes if small else EXACT_LENGTH
         pool = NodePool.of(machines, clusters, OrderSearch(costs, machines, cuts, exact_length))
-        grouping = _exact(pool) if small else _genetic(pool, seed)
+        grouping = _exact(pool) if small else _genetic(pool, seed, effort or LARGE_EFFORT)
         if grouping is not None:
-            return _pipelines(pool, grouping)
+            return pool, grouping
     return None
 
 
@@ -124,10 +156,10 @@ def _exact(pool: NodePool) -> Grouping | None:
     return best_grouping(range(len(pool.machines)), pool.clusters, pool.score)
 
 
-def _genetic(pool: NodePool, seed: int) -> Grouping | None:
+def _genetic(pool: NodePool, seed: int, effort: int) -> Grouping | None:
     rng = Random(seed)  # noqa: S311 - a reproducible search, nothing secret
-    best = evolve(pool, rng, LARGE_EFFORT // 5)[:IMPROVED]
-    grouping = max((improve(pool, one, rng, LARGE_EFFORT) for one in best), key=pool.total)
+    best = evolve(pool, rng, effort // 5)[:IMPROVED]
+    grouping = max((improve(pool, one, rng, effort) for one in best), key=pool.total)
     fits = all(pool.order(cluster) is not None for cluster in grouping)
     return grouping if fits else None
 

@@ -18,14 +18,18 @@ from ravnest.deadlines import (
     FIRST_PAUSE,
     HANDOVER,
     JITTER,
+    LAST_UPLOAD,
+    LEAVE_ANSWER,
     LONGEST_PAUSE,
     POLL_GAP,
     POLL_WAIT,
     REPORT_INTERVAL,
+    ROOT_REPORT_INTERVAL,
 )
 from ravnest.errors import JobEndedError, RavnestError, ServerRefusedError
 from ravnest.http.api import is_passing
-from ravnest.provider.assignment_progress import AssignmentProgress
+from ravnest.provider.assignment_folders import AssignmentFolders
+from ravnest.provider.assignment_progress import AssignmentProgress, RecordLog
 from ravnest.provider.events import (
     Action,
     AgentEvent,
@@ -57,9 +61,11 @@ from ravnest.provider.events import (
     Stop,
     Upload,
     UploadBest,
+    UploadCheckpoints,
     Uploaded,
     WorkerEnded,
 )
+from ravnest.provider.last_upload import LastUpload
 from ravnest.provider.leave_wish import LeaveWish
 from ravnest.provider.link_test_progress import LinkTestProgress
 from ravnest.provider.outcome import Outcome
@@ -73,6 +79,11 @@ _HANDS_OVER = (
     f"waits up to {HANDOVER:.0f} s for another provider to take over its training; Ctrl-C again leaves "
     "at once"
 )
+_UPLOADS_LAST = (
+    f"uploads its last checkpoint to the server for up to {LAST_UPLOAD:.0f} s, because no other node "
+    "has it; Ctrl-C again leaves at once"
+)
+_NOT_UPLOADED = "leaves, although the server does not have its last checkpoint"
 _FINAL = (401, 403)
 """HTTP statuses after which trying again is useless."""
 _UNKNOWN = 404
@@ -102,16 +113,12 @@ class Agent:
         self._speed = speed
         self._ends = ends
         self._once = once
-        self._folders = set(begun)
-        """Assignments with a folder that may be needed again, besides the current one."""
-        self._finished: set[str] = set()
-        """Those of them that are trained to the end; their nodes may have to repeat the end."""
-        self._needed: frozenset[str] = frozenset()
-        """Earlier assignments whose folders the server wants to be kept."""
-        self._kept = dict(kept or {})
+        self._folders = AssignmentFolders(begun, kept or {})
         self._jitter = random.Random() if jitter is None else jitter  # noqa: S311 - no secret
         self._work: AssignmentProgress | None = None
         self._wanted: str | None = None
+        self._records_known = 0
+        """Records that the server has of the wanted assignment, maybe of an earlier process."""
         self._may_train = False
         """All providers of the wanted assignment's job have fetched their files."""
         self._link_test = LinkTestProgress()
@@ -121,6 +128,8 @@ class Agent:
         self._poll: int | None = None
         self._report: int | None = None
         """Number of the heartbeat in flight that carries a report."""
+        self._reported = 0
+        """Position after the last record in that report."""
         self._has_news = False
         """There is something to report."""
         self._away = False
@@ -134,14 +143,21 @@ class Agent:
         self._wish: LeaveWish | None = None
         """Wish to leave; this provider works until another one can take over."""
         self._leaving: str | None = None
+        self._last_upload: LastUpload | None = None
+        self._report_until: float | None = None
+        """Time at which the provider leaves although the server does not have its last records."""
         self._left = False
         self._error: RavnestError | None = None
 
     @property
     def deadline(self) -> float | None:
         """Time at which ``DeadlinePassed`` is due; ``None`` if it is not."""
+        if self._left:
+            return None
         times = [self._ends, self._poll_at, None if self._work is None else self._work.again_at]
-        times.append(None if self._wish is None else self._wish.deadline)
+        times.append(None if self._wish is None or self._leaving else self._wish.deadline)
+        last = self._last_upload
+        times += [None if last is None or last.is_over else last.deadline, self._report_until]
         times.append(None if self._speed is None else self._speed.deadline)
         if self._has_news and self._report is None and not self._away:
             times.append(self._report_at)
@@ -210,13 +226,20 @@ class Agent:
     def _answered(self, number: int, reply: HeartbeatReply, now: float) -> list[Action]:
         is_poll = number == self._poll
         actions = self._server_is_back() if is_poll else []
+        if self._last_upload is not None:
+            self._last_upload.answered(number)
+        if number == self._report and self._leaving is not None and self._work is not None:
+            # The reply names no assignment any more if another provider has taken over.
+            self._work.records.acknowledge(self._reported)
+            self._has_news |= self._work.records.waiting > 0
         overtaken = number < self._newest
         self._heartbeat_ended(number, now if overtaken else now + POLL_GAP)
         if overtaken:  # a later heartbeat was answered first: this reply may be outdated, so poll again
             return actions
         self._newest = number
         self._may_train = reply.may_train
-        self._needed = frozenset(reply.keep)
+        self._records_known = reply.records_known
+        self._folders.need(reply.keep)
         if self._wish is not None:
             self._wish.answered(number, may_leave=reply.may_leave, now=now)
         self._link_test.want(reply.link_test)
@@ -357,17 +380,8 @@ class Agent:
 
     def _discard_unwanted(self) -> list[Action]:
         """Remove the folders of earlier assignments that the server does not need any more."""
-        current = {self._wanted, None if self._work is None else self._work.assignment}
-        others = [assignment for assignment in self._kept if assignment != self._wanted]
-        for assignment in others:
-            del self._kept[assignment]
-        self._finished |= {*others} & self._needed
-        self._folders |= self._finished
-        unwanted = [assignment for assignment in others if assignment not in self._needed]
-        over = sorted(self._folders - self._needed - current)
-        self._folders -= {*over}
-        self._finished -= {*over}
-        return [Discard(assignment) for assignment in (*unwanted, *over)]
+        current = None if self._work is None else self._work.assignment
+        return [Discard(each) for each in self._folders.drop_unneeded(self._wanted, current)]
 
     def _fail(
         self, work: AssignmentProgress, event: Fetched | WorkerEnded | Uploaded, now: float
@@ -416,11 +430,16 @@ class Agent:
                 leaves = self._leaving is not None or self._wish is not None
                 stop = Stop(work.assignment, hand_over=leaves and work.phase == "training")
                 return [] if stops else [Announce(f"{work.title}: stops"), stop]
+            actions += self._upload_last(work, now)
+            if self._last_upload is not None and not self._last_upload.is_over:
+                return actions
+            if self._is_reporting_last(work, now):
+                return actions
             actions += self._end_work(work, wanted)
             work = None
         if self._leaving is not None:
             self._left = True
-            discards = [Discard(assignment) for assignment in sorted(self._finished)]
+            discards = [Discard(assignment) for assignment in self._folders.finished]
             return [*actions, *discards, Leave(self._leaving)]
         if work is None and wanted is not None:
             actions += self._begin(wanted, now)
@@ -436,16 +455,46 @@ class Agent:
             if not works or now >= self._wish.deadline:
                 self._leaving = self._wish.reason
 
+    def _upload_last(self, work: AssignmentProgress, now: float) -> list[Action]:
+        """Upload checkpoints that no other node has; wait until ``_last_upload`` is over.
+
+        The server says in its reply to the wish to leave that nobody else has them.
+        """
+        last, order = self._last_upload, work.checkpoints.wanted
+        is_asked = order is not None and order.rescue and work.assignment == self._wanted
+        actions: list[Action] = []
+        if last is None:
+            if self._leaving is None or work.phase != "training" or not is_asked or self._away:
+                return []
+            last = self._last_upload = LastUpload.begin(now)
+            work.checkpoints.repeat()  # the worker has just taken a newer one
+            actions.append(Announce(f"{work.title}: {_UPLOADS_LAST}"))
+        if not last.is_over and (now >= last.deadline or not is_asked):
+            last.is_over = True
+            actions.append(Announce(f"{work.title}: {_NOT_UPLOADED}"))
+        upload = None if last.is_over else work.checkpoints.begin()
+        if upload is not None:
+            actions.append(UploadCheckpoints(work.assignment, upload, is_last=True))
+        return actions
+
+    def _is_reporting_last(self, work: AssignmentProgress, now: float) -> bool:
+        """Return whether the last records of a provider that leaves are on their way to the server."""
+        waits = work.phase == "training" and work.records.waiting > 0 and not self._away
+        if self._leaving is None or not waits:
+            return False
+        if self._report_until is None:
+            self._report_until = now + LEAVE_ANSWER
+            self._report_soon(now)
+        return now < self._report_until
+
     def _end_work(self, work: AssignmentProgress, wanted: str | None) -> list[Action]:
         """Leave an assignment that is not wanted any more; keep its folder if it may be needed again."""
         actions: list[Action] = []
-        is_needed = work.assignment in self._needed
+        is_needed = self._folders.is_needed(work.assignment)
         if work.is_trained and work.assignment == self._wanted:
             actions.append(Announce(f"{work.title}: {_KEPT}"))
         elif is_needed or work.assignment == self._wanted:
-            self._folders.add(work.assignment)
-            if work.is_trained:
-                self._finished.add(work.assignment)
+            self._folders.keep(work.assignment, is_trained=work.is_trained)
         else:
             actions.append(Discard(work.assignment))
         goes_on = is_needed and wanted is not None  # in the same place, after a failure
@@ -471,15 +520,16 @@ class Agent:
 
     def _begin(self, assignment: str, now: float) -> list[Action]:
         self._report_soon(now)
-        if (outcome := self._kept.pop(assignment, None)) is not None:
+        if (outcome := self._folders.take_result(assignment)) is not None:
             work = self._work = AssignmentProgress.kept(assignment, outcome)
             line = Announce(f"{work.title}: sends the result of an earlier run of this provider")
             return [line, Upload(assignment)] if outcome.is_root else [line]
-        self._work = AssignmentProgress(assignment)
-        again = assignment in self._folders
-        self._folders.discard(assignment)
-        self._finished.discard(assignment)
-        words = _CONTINUES if again else "got an assignment from the server; fetching its files"
+        self._work = AssignmentProgress(assignment, records=RecordLog(self._records_known))
+        words = (
+            _CONTINUES
+            if self._folders.take(assignment)
+            else "got an assignment from the server; fetching its files"
+        )
         return [Announce(words), Fetch(assignment)]
 
     def _want_to_leave(self, reason: str, now: float) -> list[Action]:
@@ -505,10 +555,15 @@ class Agent:
                 self._report = self._next_number()
                 if self._wish is not None:
                     self._wish.sent(self._report)
-                heartbeat = self._heartbeat(self._work.report(), wait=0)
+                if self._last_upload is not None and self._work.checkpoints.is_done:
+                    self._last_upload.sent(self._report)
+                report = self._work.report()
+                self._reported = report.first_record + len(report.records)
+                heartbeat = self._heartbeat(report, wait=0)
                 actions.append(SendHeartbeat(self._report, heartbeat))
             self._has_news = False
-            self._report_at = now + REPORT_INTERVAL
+            is_root = self._work is not None and self._work.is_root
+            self._report_at = now + (ROOT_REPORT_INTERVAL if is_root else REPORT_INTERVAL)
         if self._poll is None and self._poll_at is not None and now >= self._poll_at:
             self._poll, self._poll_at = self._next_number(), None
             wait = 0 if self._away else POLL_WAIT  # notice at once that the server is back

@@ -34,6 +34,15 @@ class CheckpointOrders:
         """Take records of the worker: a checkpoint may be the one that the server wants."""
         self._is_due |= any(isinstance(record, CheckpointRecord) for record in records)
 
+    @property
+    def is_done(self) -> bool:
+        """True if the order of the server's last reply was carried out."""
+        return self._wanted is not None and self._wanted == self.done
+
+    def repeat(self) -> None:
+        """Have the wanted order carried out again: there is a newer checkpoint."""
+        self.done, self._is_due = None, True
+
     def begin(self) -> CheckpointOrder | None:
         """Return the order to carry out now, if there is one; ``end`` follows."""
         if self._running is not None or not self._is_due or self._wanted in (None, self.done):

@@ -261,6 +261,8 @@ class UploadCheckpoints:
 
     assignment: str
     order: CheckpointOrder
+    is_last: bool = False
+    """The worker has ended, because this provider leaves."""
 
 
 @dataclass(frozen=True)

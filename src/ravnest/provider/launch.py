@@ -21,7 +21,8 @@ from rich.text import Text
 from ravnest.deadlines import RECORDS_CLOSE
 from ravnest.errors import LaunchError
 from ravnest.host import usable_cores, working_kernels
-from ravnest.logs.record_stream import RECORDS_VARIABLE
+from ravnest.logs.json_lines import LogFormat, json_line
+from ravnest.logs.record_stream import PROGRESS_VARIABLE, RECORDS_VARIABLE
 from ravnest.provider.child_process import ChildProcess, run_together
 from ravnest.provider.record_pipe import read_records
 from ravnest.provider.supervision import RestartPolicy, Supervision
@@ -42,7 +43,7 @@ _KEPT_LINES = 20
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 
 
-def launch(
+def launch(  # noqa: PLR0913 - keywords with defaults
     script: str | Path,
     arguments: Sequence[str] = (),
     *,
@@ -52,7 +53,9 @@ def launch(
     restart: bool = False,
     trace: str | Path | None = None,
     on_records: OnRecords | None = None,
+    shows_progress: bool = False,
     quiet: bool = False,
+    log_format: LogFormat = "text",
 ) -> int:
     """Run ``python script node_<i> arguments...`` for every node of ``folder`` on this machine.
 
@@ -60,8 +63,10 @@ def launch(
     the exit code of the first that failed. They run in the folder ``work``, by default the current one.
     ``restart`` starts a node that fails again, with ``RAVNEST_RESUME=1`` in its environment; nodes
     that have failed too often in a row end all of them. ``trace``: folder in which the nodes write what
-    they do when. ``on_records`` gets what the nodes report while they train, from several threads.
+    they do when. ``on_records`` gets what the nodes report while they train, from several threads;
+    ``shows_progress``: the caller shows it, so that nodes write no progress lines of their own.
     ``quiet`` shows no output of the nodes, unless one fails: then the last lines of each.
+    ``log_format``: lines as text, or as JSON with one object per line.
     """
     path = Path(script).absolute()
     if not path.is_file():
@@ -72,7 +77,8 @@ def launch(
             f"no node of {folder} has an address of this machine: check the IPs in node_configs.json, "
             "or start its nodes on their own machines"
         )
-    output = NodeOutput(Console() if console is None else console, [node.name for node in nodes])
+    names = [node.name for node in nodes]
+    output = NodeOutput(Console() if console is None else console, names, log_format)
     cores = usable_cores()
     shares = thread_shares(os.environ, len(nodes), cores)
     if shares and not quiet:
@@ -88,6 +94,8 @@ def launch(
     environment = {"PYTHONUNBUFFERED": "1", **working_kernels(), **os.environ, **shares}
     if trace is not None:
         environment[TRACE] = str(Path(trace).absolute())
+    if shows_progress:
+        environment[PROGRESS_VARIABLE] = "0"
     with ExitStack() as stack:
         pipes = {} if on_records is None else stack.enter_context(_record_pipes(nodes, on_records))
         children = [
@@ -175,7 +183,8 @@ class NodeOutput:
     """Output of several nodes in one console: the node's name before each line, in its own colour."""
 
     console: Console
-    names: Sequence[str]
+    names: Sequence[str] = ()
+    log_format: LogFormat = "text"
     kept: dict[str, deque[str]] = field(default_factory=dict)
     """Last lines of each node that were not shown."""
 
@@ -191,14 +200,18 @@ class NodeOutput:
 
     def show(self, name: str, line: str) -> None:
         """Show a line of a node; a progress line that rewrites itself is shown in its last state."""
+        last = line.rstrip("\r").rpartition("\r")[2]
+        if self.log_format == "json":
+            self._print(Text(json_line("node", node=name, message=last)))
+            return
         width = max(map(len, self.names))
         colour = _COLOURS[self.names.index(name) % len(_COLOURS)]
-        last = line.rstrip("\r").rpartition("\r")[2]
         self._print(Text.assemble((f"{name:<{width}} | ", colour), last))
 
     def say(self, line: str) -> None:
         """Show a line of the launcher."""
-        self._print(Text(line, "bold"))
+        is_json = self.log_format == "json"
+        self._print(Text(json_line("launch", message=line)) if is_json else Text(line, "bold"))
 
     def _print(self, text: Text) -> None:
         self.console.print(text, soft_wrap=True)

@@ -6,9 +6,11 @@ and exec of a process with threads; the agent watches it from outside.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,6 +43,10 @@ LEAST_FREE = 256 << 20
 """Bytes of the disk that a worker leaves to its owner."""
 MOST_THREADS = 1024
 """Threads that a worker may have; some libraries start one for each core and peer."""
+MOST_OPEN_FILES = 4096
+"""Files and sockets that a worker may have open."""
+MOST_IDLE = 1 << 30
+"""Bytes that count as held before a worker read the job's data, at most: that is its own statement."""
 
 _FIRST = 1
 """Process id of a worker in bubblewrap: it is the first process of its namespace."""
@@ -102,10 +108,14 @@ def limit_memory(room: int) -> int:
 
 
 def held_memory(process: psutil.Process) -> int:
-    """Return the resident bytes of a process that the system cannot take back; 0 if it has ended.
+    """Return the bytes of a process that the system cannot take back; 0 if it has ended.
 
-    Mapped files, such as training data, are left out: they are cache.
+    Mapped files, such as training data, are left out: they are cache. Shared memory that is no file on
+    a disk, and what was swapped out, count.
     """
+    held = host.unreclaimable_memory(process.pid)
+    if held is not None:
+        return held
     try:
         found = process.memory_info()
     except psutil.Error:
@@ -133,8 +143,12 @@ def excess(held: int, idle: int, offered: int) -> str:
 
 
 def limit_files(size: int) -> None:
-    """Refuse files of this process that are larger than a whole job may be; the agent adds them up."""
+    """Refuse files of this process that are larger than a whole job may be, and too many open ones.
+
+    The agent adds their sizes up.
+    """
     host.limit_file_size(size)
+    host.limit_open_files(MOST_OPEN_FILES)
 
 
 @dataclass(frozen=True)
@@ -149,22 +163,43 @@ class FolderUsage:
 def folder_usage(folder: Path) -> FolderUsage:
     """Return what a folder that a worker writes takes on the disk, links not followed.
 
-    The walk ends early at ``MOST_ENTRIES``; ``PermissionError`` if a folder cannot be read.
+    The walk ends early at ``MOST_ENTRIES``; ``OSError`` if a folder cannot be read.
     """
     size = entries = 0
     pending = [str(folder)]
     while pending and entries <= MOST_ENTRIES:
         try:
             with os.scandir(pending.pop()) as found:
-                for each in found:
+                for each in itertools.islice(found, MOST_ENTRIES + 1):
                     entries += 1
                     if each.is_dir(follow_symlinks=False):
                         pending.append(each.path)
                     with suppress(FileNotFoundError):
                         size += _disk_size(each.stat(follow_symlinks=False))
-        except FileNotFoundError:  # the worker removes files at any time
+        except (FileNotFoundError, NotADirectoryError):  # the worker removes and renames at any time
             continue
     return FolderUsage(size, entries, shutil.disk_usage(folder).free)
+
+
+def removed_size(process: psutil.Process) -> int:
+    """Return the disk space of files that a process has removed and still has open; 0 if it has ended.
+
+    ``OSError`` if its open files cannot be read.
+    """
+    found: dict[tuple[int, int], int] = {}
+    try:
+        for path in Path(f"/proc/{process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                each = path.stat()
+                if stat.S_ISREG(each.st_mode) and each.st_nlink == 0:
+                    found[each.st_dev, each.st_ino] = _disk_size(each)
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    except PermissionError:  # a process that is just ending belongs to root
+        if held_memory(process):
+            raise
+        return 0
+    return sum(found.values())
 
 
 def _disk_size(found: os.stat_result) -> int:
@@ -178,13 +213,8 @@ def disk_shortage(usage: FolderUsage) -> str:
     return f"the disk of this provider has only {usage.free / 1e9:.2f} GB left"
 
 
-def job_excess(
-    usage: FolderUsage | None, threads: int, seconds: float, *, disk: int, longest: float
-) -> str:
-    """Return which limit a job has exceeded, as the reason for its end; an empty string if none.
-
-    ``usage`` is ``None`` if the folder cannot be read.
-    """
+def job_excess(usage: FolderUsage, threads: int, seconds: float, *, disk: int, longest: float) -> str:
+    """Return which limit a job has exceeded, as the reason for its end; an empty string if none."""
     if seconds > longest:
         return (
             f"the worker ran for {seconds / 3600:.2g} hours, the most that this provider allows a job; "
@@ -192,8 +222,6 @@ def job_excess(
         )
     if threads > MOST_THREADS:
         return f"the worker started {threads} threads; a job may have {MOST_THREADS}"
-    if usage is None:
-        return "the worker made a folder that cannot be read"
     if usage.entries > MOST_ENTRIES:
         return f"the worker made more than {MOST_ENTRIES} files; a job may have no more"
     if usage.size > disk:

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from ravnest.errors import SettingsError
 from ravnest.host import make_private, working_kernels
 from ravnest.http.credentials import home
+from ravnest.logs.metrics_page import metrics_page
 from ravnest.provider.addresses import MOST_ADDRESSES, Addresses, addresses
 from ravnest.provider.agent import Agent
 from ravnest.provider.benchmark import GB, PLANNED, OwnerLimits, ServerProbe, measure
@@ -26,7 +27,6 @@ from ravnest.provider.figures import ProviderFigures, provider_figures
 from ravnest.provider.interfaces import local_host
 from ravnest.provider.job_dir import DEFAULT_DISK, DEFAULT_SECONDS, JobsDir, WorkerSettings
 from ravnest.provider.membership import machine_membership
-from ravnest.provider.metrics_page import metrics_page
 from ravnest.provider.outcome import Outcome
 from ravnest.provider.port_mapping import mapped_port
 from ravnest.provider.routes import RouteFinder

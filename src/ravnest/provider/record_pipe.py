@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 from pydantic import TypeAdapter, ValidationError
 
-from ravnest.deadlines import RECORDS_CLOSE
+from ravnest.deadlines import RECORD_PAUSE, RECORDS_CLOSE
 from ravnest.schemas.providers import Record
 from ravnest.telemetry import (
     PaceRecord,
@@ -31,11 +31,9 @@ BACKLOG = 4096
 LONGEST_MESSAGE = 2000
 """Characters of a warning."""
 _LONGEST_LINE = 1 << 16
-_PAUSE = 0.1
-"""Seconds between two writes: a thread that wakes up for each record takes Python's lock from those that
-train, at both ends."""
 
 _records: TypeAdapter[WorkerRecord] = TypeAdapter(Record)
+_encoder = msgspec.json.Encoder()
 
 
 def is_sample(record: WorkerRecord) -> bool:
@@ -67,6 +65,7 @@ class RecordWriter:
 
     def emit(self, record: WorkerRecord) -> None:
         """Queue a record; returns at once and does not raise."""
+        record = _shortened(record)
         with self._changed:
             if self._closing:
                 return
@@ -90,9 +89,9 @@ class RecordWriter:
         try:
             with os.fdopen(self._descriptor, "wb") as pipe:
                 while records := self._next():
-                    pipe.write(b"".join(_encoded(record) for record in records))
+                    pipe.write(_encoder.encode_lines(records))
                     pipe.flush()
-                    self._over.wait(_PAUSE)
+                    self._over.wait(RECORD_PAUSE)
         except OSError as error:  # the agent has ended, and this process is about to
             logger.info("records cannot be sent to the provider agent: %s", error)
             with self._changed:
@@ -106,12 +105,6 @@ class RecordWriter:
             records = list(self._waiting)
             self._waiting.clear()
             return records
-
-
-def _encoded(record: WorkerRecord) -> bytes:
-    if isinstance(record, WarningRecord):
-        record = replace(record, message=record.message[:LONGEST_MESSAGE])
-    return msgspec.json.encode(record) + b"\n"
 
 
 @contextmanager
@@ -158,6 +151,10 @@ def decoded(line: bytes) -> WorkerRecord | None:
         record = _records.validate_json(line)
     except ValidationError:
         return None
-    if isinstance(record, WarningRecord):
+    return _shortened(record)
+
+
+def _shortened(record: WorkerRecord) -> WorkerRecord:
+    if isinstance(record, WarningRecord) and len(record.message) > LONGEST_MESSAGE:
         return replace(record, message=record.message[:LONGEST_MESSAGE])
     return record

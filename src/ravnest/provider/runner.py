@@ -242,7 +242,9 @@ class Provider:
         match action:
             case UploadBest():
                 self._start(lambda: self._upload_best(task), lambda _: BestUploaded(name))
-            case UploadCheckpoints(_, order):
+            case UploadCheckpoints(_, order, is_last):
+                if is_last:  # the task before was stopped with its worker
+                    task = self._task = _Task(name)
                 self._start(
                     lambda: self._upload_checkpoints(task, order),
                     lambda _: CheckpointsUploaded(name, order),

@@ -153,8 +153,7 @@ def handing_over(node: Node) -> Iterator[None]:
     """
 
     def leave() -> None:
-        if not node.hand_over():
-            logger.warning("%s leaves without a last checkpoint", node.name)
+        node.hand_over()
         # To the main thread: it may wait for a lock, which only its own signals interrupt.
         main = threading.main_thread().ident
         assert main is not None

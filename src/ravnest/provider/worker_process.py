@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import logging
 import os
 import signal
 import socket
@@ -12,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
 import psutil
 
-from ravnest.deadlines import LAST_CHECKPOINT, OUTPUT_CLOSE, WORKER_STOP
+from ravnest import host
+from ravnest.deadlines import LAST_CHECKPOINT, OUTPUT_CLOSE, WORKER_START, WORKER_STOP
 from ravnest.host import INTERRUPT, KILL, SIGNALLED, TERMINATE, signal_name, signal_process
 from ravnest.provider.child_process import ChildProcess
 from ravnest.provider.events import ConnectionsRejected, RecordsReceived, WorkerEnded
@@ -26,6 +29,7 @@ from ravnest.provider.failure import cause_of_exit
 from ravnest.provider.job_dir import JobDir, WorkerSettings
 from ravnest.provider.limits import (
     HOME,
+    MOST_IDLE,
     TEMPORARY,
     disk_shortage,
     environment,
@@ -33,6 +37,7 @@ from ravnest.provider.limits import (
     folder_usage,
     held_memory,
     job_excess,
+    removed_size,
     thread_count,
 )
 from ravnest.provider.record_pipe import read_records
@@ -46,10 +51,13 @@ from ravnest.provider.sandbox.worker_network import (
     network_policy,
     with_ip_addresses,
 )
+from ravnest.schemas.base import plain_lines
 from ravnest.schemas.providers import FailureCause, TlsRejections, UsedMemory
 from ravnest.store.node_spec import read_node, write_node
 from ravnest.telemetry import WorkerRecord
 from ravnest.transport.tls_rejections import rejection_kind
+
+logger = logging.getLogger(__name__)
 
 _SAMPLE_SECONDS = 0.25
 _LONGEST_REASON = 2000
@@ -57,6 +65,8 @@ _TAIL = 1 << 14
 _LONGEST_NUMBER = 32
 _SAMPLES_PER_WALK = 4
 """Samples of the memory per walk through the job's folder."""
+_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
+"""Errors that only the worker can cause in its own folder."""
 _BOOT = (
     "import os, sys\n"
     "sys.path.insert(0, sys.argv[1])\n"
@@ -223,18 +233,36 @@ class WorkerProcess:
     def _on_end(self, code: int) -> None:
         if self._inner is not None and code > SIGNALLED:  # as bubblewrap tells that a signal ended it
             code = SIGNALLED - code
-        self._records.join(OUTPUT_CLOSE)
-        if code and self._excess is None:  # a write that the system refused ended it before the watch
-            self._excess = self._job_excess(threads=0)
-        cause = cause_of_exit(code) if self._excess is None else self._excess[1]
-        self.on_event(WorkerEnded(self.assignment, self._failure(code), cause))
+        failure, cause = f"the worker ended with exit code {code}", cause_of_exit(code)
+        try:
+            self._records.join(OUTPUT_CLOSE)
+            if code and self._excess is None:  # a write that the system refused ended it before
+                self._excess = self._job_excess(threads=0, removed=0)
+            failure, cause = self._failure(code), cause if self._excess is None else self._excess[1]
+        except Exception:  # top of the thread: the agent would wait for this worker for ever
+            logger.exception("the reason for the end of the worker of %s is not known", self.assignment)
+        self.on_event(WorkerEnded(self.assignment, failure, cause))
 
     def _watch(self) -> None:
-        """Look at the worker now and then, and end it if it takes too much or too long."""
+        """Look at the worker now and then, and end it if it takes too much or too long.
+
+        A worker that is not watched has no limits, so it ends if the watch does, for whatever reason.
+        """
         try:
-            process = psutil.Process(self.pid)
+            self._sample(psutil.Process(self.pid))
         except psutil.NoSuchProcess:  # it has ended already
             return
+        except Exception as error:  # top of the thread
+            logger.exception("the worker of %s is not watched any more", self.assignment)
+            reason = f"the limits of the worker cannot be checked: {host.explained(error)}"
+            self._end_for((reason, "machine"))
+
+    def _end_for(self, found: _Excess) -> None:
+        if self._excess is None:
+            self._excess = found
+            self._signal(KILL)
+
+    def _sample(self, process: psutil.Process) -> None:
         for sample in itertools.count():
             if self._child.wait(_SAMPLE_SECONDS):
                 return
@@ -246,27 +274,41 @@ class WorkerProcess:
                 self.memory = following(self.memory, held - self._idle)
             found: _Excess | None = (reason, "machine") if reason else None
             if found is None and sample % _SAMPLES_PER_WALK == 0:
-                found = self._job_excess(thread_count(process))
-            if found is not None and self._excess is None:
-                self._excess = found
-                self._signal(KILL)
+                found = self._usage_excess(process)
+            if found is not None:
+                self._end_for(found)
 
     def _memory_excess(self, held: int) -> str:
         if self._idle is None:
             idle = _idle_memory(self.job_dir.idle)
-            self._idle = None if idle is None else min(idle, held)  # a worker cannot claim more
+            if idle is not None:
+                self._idle = min(idle, held, MOST_IDLE)  # a worker cannot claim more
+            elif time.monotonic() - self._started > WORKER_START:
+                self._idle = 0
             return ""
         return excess(held, self._idle, self.settings.ram)
 
-    def _job_excess(self, threads: int) -> _Excess | None:
-        """Compare the worker with the limits of a job, which it would exceed anywhere else too."""
-        usage = None
-        with suppress(PermissionError):
+    def _usage_excess(self, process: psutil.Process) -> _Excess | None:
+        try:
+            removed = removed_size(process)
+        except OSError as error:
+            return _unreadable(error)
+        return self._job_excess(thread_count(process), removed)
+
+    def _job_excess(self, threads: int, removed: int) -> _Excess | None:
+        """Compare the worker with the limits of a job, which it would exceed anywhere else too.
+
+        ``removed``: bytes of files that it has removed and not closed.
+        """
+        try:
             usage = folder_usage(self.job_dir.folder)
+        except OSError as error:
+            return _unreadable(error)
+        usage = replace(usage, size=usage.size + removed)
         seconds = time.monotonic() - self._started
         settings = self.settings
         reason = job_excess(usage, threads, seconds, disk=settings.disk, longest=settings.seconds)
-        if reason or usage is None:
+        if reason:
             return reason, "job"
         shortage = disk_shortage(usage)
         return (shortage, "machine") if shortage else None
@@ -287,19 +329,28 @@ def following(before: UsedMemory | None, used: int) -> UsedMemory:
     return UsedMemory(now=now, peak=now if before is None else max(now, before.peak))
 
 
+def _unreadable(error: OSError) -> _Excess:
+    """Return why a worker must end whose files cannot be counted, and whose fault that is."""
+    if error.errno in _UNREADABLE:
+        return f"the worker made a folder or a file that cannot be read: {error.strerror}", "job"
+    return f"the files of the job cannot be counted: {host.explained(error)}", "machine"
+
+
 def _idle_memory(path: Path) -> int | None:
+    """Return what a worker says that it held; one that does not say it properly held nothing."""
     try:
         with path.open("rb") as file:
-            return int(json.loads(file.read(_LONGEST_NUMBER)))
+            found = json.loads(file.read(_LONGEST_NUMBER))
     except FileNotFoundError:
         return None
-    except ValueError:  # a worker that does not say what it held held nothing
+    except (OSError, ValueError):
         return 0
+    return found if isinstance(found, int) else 0
 
 
 def last_line(path: Path) -> str:
-    """Return the last line of a file that is not empty, shortened."""
+    """Return the last line of a file that is not empty, shortened, without control characters."""
     with path.open("rb") as file:
         file.seek(max(path.stat().st_size - _TAIL, 0))
-        lines = file.read().decode("utf-8", "replace").split("\n")
+        lines = plain_lines(file.read().decode("utf-8", "replace")).split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")[:_LONGEST_REASON]

@@ -86,7 +86,7 @@ class Node:
         ``name`` is ``node_<i>`` of ``node_configs.json``. ``model`` initialises the stage from a module
         with the same parameter names. ``optimizer`` is a class; ``optimizer_params`` are its settings,
         or a function that creates parameter groups from the stage's named parameters. The Leaf needs
-        ``criterion`` and the labels. An update consists of ``update_frequency`` micro-batches.
+        ``criterion`` and the labels. An update consists of ``update_frequency`` batches.
         ``compression`` is the codec for tensors sent to neighbours with the same setting: ``True`` or
         ``"fp16"``, ``"bf16"``, ``"int8"``. Clusters average their parameters every ``reduce_factor``
         updates, or once per epoch, and at the end of training; with ``average_optim`` also the
@@ -257,10 +257,22 @@ class Node:
     def hand_over(self, timeout: float = LAST_CHECKPOINT) -> bool:
         """Have a checkpoint taken that outlives this node; call it before a node leaves on purpose.
 
-        May be called from any thread. Return False if there was none within ``timeout`` seconds.
+        Who calls it must leave then: the Root makes no further update until it has, or for 15 seconds.
+        May be called from any thread. Return False, and warn, if there was no such checkpoint within
+        ``timeout`` seconds.
         """
         runtime = self._runtime
-        return runtime is not None and runtime.hand_over(timeout)
+        if runtime is None:
+            logger.warning(
+                "%s leaves while its cluster waits for a lost node: nothing is newer than the last "
+                "checkpoint",
+                self.name,
+            )
+            return False
+        handed_over = runtime.hand_over(timeout)
+        if not handed_over:
+            logger.warning("%s leaves without a last checkpoint of all nodes", self.name)
+        return handed_over
 
     def reset(self) -> None:
         """Close the node, so that it can be started again; files are not touched."""

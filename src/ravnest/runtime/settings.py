@@ -12,7 +12,7 @@ from ravnest.averaging.coordinator import Mode
 from ravnest.deadlines import NEIGHBOUR_CONNECT, NODE_RETURN, TRAINING_STALL
 from ravnest.errors import SettingsError
 from ravnest.keywords import unknown_keyword
-from ravnest.logs.record_stream import RECORDS_VARIABLE
+from ravnest.logs.record_stream import PROGRESS_VARIABLE
 from ravnest.runtime.stage.validation_metrics import (
     METRIC_NAMES,
     ChosenMetric,
@@ -22,7 +22,7 @@ from ravnest.runtime.stage.validation_metrics import (
 from ravnest.telemetry import RecordSink
 from ravnest.tracing.recorder import SpanSink
 from ravnest.transport.base import Transport
-from ravnest.types import ROBUST_CLUSTERS, RobustMean, Schedule, StateForm
+from ravnest.types import ROBUST_CLUSTERS, RobustMean, ScheduleSetting, StateForm
 from ravnest.wire.codecs import CODECS, FP16, RAW
 
 RESUME_VARIABLE = "RAVNEST_RESUME"
@@ -33,7 +33,7 @@ TRACE_VARIABLE = "RAVNEST_TRACE"
 class NodeSettings:
     """Settings of a node; each field is a keyword of ``Node``."""
 
-    schedule: Schedule | Literal["auto"] = "auto"
+    schedule: ScheduleSetting = "auto"
     """``sync``: the updates of a single process. ``async``: gradients may be one update old. ``auto``:
     the schedule that the plan has chosen."""
     micro_batches: int | Literal["auto"] = "auto"
@@ -116,15 +116,15 @@ class NodeSettings:
     save_frozen: bool = True
     """Save trained stages with their frozen weights, so that ``model_fusion`` needs nothing else. The
     provider's worker process leaves them out: the server has them."""
-    progress: bool = field(default_factory=lambda: RECORDS_VARIABLE not in os.environ)
+    progress: bool = field(default_factory=lambda: os.environ.get(PROGRESS_VARIABLE) != "0")
     """Show a progress line; validation results and waiting messages are always printed. The default is
     True, unless ``ravnest launch`` shows the progress of all nodes."""
     transport: Transport | Callable[[], Transport] | None = None
     """Transport to use instead of TCP connections, or a function that makes one each time the node
     connects."""
     record_sink: RecordSink | None = None
-    """Receiver of the node's records: a ``RunLog``, ``Callbacks`` or another object with ``emit``.
-    Losses and validation results are those of the Root."""
+    """Receiver of the node's records: a ``RunLog``, ``Callbacks``, ``NodeMetrics`` or another object
+    with ``emit``. Losses and validation results are those of the Root."""
     trace: str | Path | SpanSink | None = field(
         default_factory=lambda: os.environ.get(TRACE_VARIABLE) or None
     )

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from ravnest.schemas.base import Artifact, Digest, Name, Reason, Schema, TolerantSchema
 from ravnest.telemetry import (
     LossRecord,
+    PaceRecord,
     PhaseRecord,
     QueueRecord,
     RoundRecord,
@@ -242,6 +243,8 @@ class AssignmentView(TolerantSchema):
     """Newest queue lengths of the node; not in lists of jobs."""
     memory: MemoryView | None = None
     """Memory of the stage; not in lists of jobs."""
+    stage: int | None = None
+    """Position in the pipeline of the cluster, from 0; not in lists of jobs."""
 
 
 class JobProgress(TolerantSchema):
@@ -267,7 +270,7 @@ class JobProgress(TolerantSchema):
     metrics: dict[str, float | None] = Field(default_factory=dict)
     """Results of the last validation by the names of the job's metrics; empty if it has none."""
     samples_per_second: float | None = None
-    """Training rate of the cluster."""
+    """Training rate of all clusters together, each since it began."""
     seconds_left: float | None = None
     """Predicted time until the end of training; ``None`` if it is not known, or the job has ended."""
     schedule: ScheduleRecord | None = None
@@ -286,6 +289,8 @@ class ClusterProgress(TolerantSchema):
     """Last averaging round that this cluster coordinated."""
     timings: tuple[TimingRecord, ...] = ()
     """Newest timing of each stage, by stage."""
+    pace: PaceRecord | None = None
+    """Newest pace."""
 
 
 class NodeWarning(TolerantSchema):
@@ -351,9 +356,21 @@ class LossHistory(TolerantSchema):
     losses: tuple[float | None, ...]
     """Loss of each of ``updates``; ``None`` if it is infinite or not a number."""
     validations: tuple[ValidationRecord, ...]
-    """All validations so far."""
+    """All validations so far, or those since the time that was asked for."""
     learning_rates: tuple[float | None, ...] = ()
     """Learning rate of each of ``updates``; ``None`` or nothing if it is not known."""
+    epochs: tuple[int, ...] = ()
+    """Epoch of each of ``updates``, from 0; nothing of an older server."""
+    staleness: tuple[int, ...] = ()
+    """Staleness of each of ``updates``; nothing of an older server."""
+    times: tuple[float | None, ...] = ()
+    """Time at which the server learned of each of ``updates``; ``None`` or nothing: not known."""
+    validation_times: tuple[float, ...] = ()
+    """Time at which the server learned of each of ``validations``; nothing of an older server."""
+    rounds: tuple[RoundRecord, ...] = ()
+    """Averaging rounds of all clusters, oldest first, as ``validations``."""
+    round_times: tuple[float, ...] = ()
+    """Time at which the server learned of each of ``rounds``."""
 
 
 class ResultFile(Schema):

@@ -6,7 +6,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -19,6 +19,7 @@ from ravnest.schemas.base import (
     TolerantSchema,
     clipped,
     plain,
+    plain_lines,
 )
 from ravnest.schemas.checkpoints import (
     MOST_UPLOADED,
@@ -247,6 +248,7 @@ def _checked(record: WorkerRecord) -> WorkerRecord:
         return _checked_spans(record)
     if isinstance(record, RoundRecord):
         record = dataclasses.replace(record, reason=clipped(record.reason))
+    changed: dict[str, Any] = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if isinstance(value, int) and not 0 <= value < LARGEST_NUMBER:
@@ -257,7 +259,19 @@ def _checked(record: WorkerRecord) -> WorkerRecord:
             len(value) > MOST_METRICS or any(len(name) > _LONGEST for name in value)
         ):
             raise ValueError(f"{field.name} is too long")
-    return record
+        shown = plain_lines(value) if field.name == "reason" else _shown(value)
+        if shown != value:
+            changed[field.name] = shown
+    return dataclasses.replace(record, **changed) if changed else record
+
+
+def _shown(value: object) -> object:
+    """Return a text, or those of a tuple or a mapping, without control characters."""
+    if isinstance(value, str):
+        return plain(value)
+    if isinstance(value, tuple):
+        return tuple(map(_shown, value))
+    return {plain(name): each for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _checked_spans(record: SpansRecord) -> SpansRecord:
@@ -268,8 +282,6 @@ def _checked_spans(record: SpansRecord) -> SpansRecord:
 
 
 Record = Annotated[WorkerRecord, Field(discriminator="kind"), AfterValidator(_checked)]
-MOST_RESULT_FILES = 20_000
-"""Largest number of files in a result: two of each stage."""
 MOST_RECORDS = 4096
 """Largest number of records in one report."""
 
@@ -362,7 +374,8 @@ class HeartbeatReply(TolerantSchema):
     excluded: tuple[ExcludedNode, ...] = ()
     """Nodes of the job to whose machines the worker closes its links; left out if there are none."""
     upload: CheckpointOrder | None = None
-    """Checkpoints of this assignment to upload; an order that was carried out is not repeated."""
+    """Checkpoints of this assignment to upload; an order that was carried out is not repeated. One to
+    rescue them is carried out after the last checkpoint of the worker if the provider leaves."""
     trace: Count = 0
     """Number of the newest request for spans of the job's nodes; 0: there is none."""
     may_leave: bool = False

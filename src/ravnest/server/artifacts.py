@@ -21,6 +21,7 @@ from typing import IO
 
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.base import Artifact
+from ravnest.server.upload_table import UploadTable
 from ravnest.store.files import sha256_of
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -60,6 +61,7 @@ class ArtifactFolder:
         reserve: int = 0,
         quota: FileTotals | None = None,
         complete: Callable[[str], FileTotals] = lambda _: FileTotals(0, 0),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``complete`` returns the size and number of the complete files of an owner."""
         self._path = path
@@ -69,10 +71,8 @@ class ArtifactFolder:
         self._quota = quota or _NO_LIMIT
         self._complete = complete
         self._lock = threading.Lock()
-        self._uploading: dict[str, int] = {}
-        """Partial files of uploads in progress, and the bytes that each will still take."""
-        self._declared: dict[str, int] = {}
-        """Sizes of incomplete uploads, as their owners declared them to this process."""
+        self._clock = clock
+        self._known_uploads: UploadTable | None = None
         self._digests: dict[str, hashlib._Hash] = {}
         """Digests of partial files, so that a long file is not read again when its upload continues."""
 
@@ -103,8 +103,8 @@ class ArtifactFolder:
         complete = self._complete(owner)
         with self._lock:
             self._check_quota(copy, size, complete)
-            self._check_room(size)
-            self._uploading[copy.name] = size
+            self._check_room(copy, size)
+            self._uploads.begin(copy.name, copy.suffix, size, self._clock())
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, copy)
@@ -146,15 +146,15 @@ class ArtifactFolder:
         partial = self._partial_path(sha256, owner)
         complete = self._complete(owner)
         with self._lock:
-            if partial.name in self._uploading:
+            if self._uploads.is_open(partial.name):
                 raise ServerRefusedError(
                     "another upload of this artifact is in progress; wait for it", 409
                 )
             self._check_quota(partial, size, complete)
             missing = max(size - _size_of(partial), 0)
-            self._check_room(missing)
-            self._uploading[partial.name] = missing
-            self._declared[partial.name] = size
+            self._check_room(partial, missing)
+            self._uploads.begin(partial.name, partial.suffix, missing, self._clock())
+            self._uploads.declare(partial.name, partial.suffix, size)
         try:
             return ArtifactUpload(self, _Target(sha256, size, partial), offset)
         except BaseException:
@@ -204,10 +204,11 @@ class ArtifactFolder:
         count = 0
         for path in list(self._partial.glob("*")):
             with self._lock, contextlib.suppress(FileNotFoundError):
-                if path.name not in self._uploading and path.stat().st_mtime < begun_before:
+                is_open = self._uploads.is_open(path.name)
+                if not is_open and path.stat().st_mtime < begun_before:
                     path.unlink()
                     self._digests.pop(path.name, None)
-                    self._declared.pop(path.name, None)
+                    self._uploads.forget(path.name, path.suffix)
                     count += 1
         return count
 
@@ -220,10 +221,21 @@ class ArtifactFolder:
         self.path(sha256)
         return self._partial / f"{sha256}.{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
 
+    @property
+    def _uploads(self) -> UploadTable:
+        """Return the incomplete uploads, by the suffix of their owner; the lock is held.
+
+        Those that an earlier process began count with what they have, until they continue.
+        """
+        if self._known_uploads is None:
+            self._known_uploads = UploadTable()
+            for path in self._partial.glob("*"):
+                self._known_uploads.declare(path.name, path.suffix, _size_of(path))
+        return self._known_uploads
+
     def _check_quota(self, partial: Path, size: int, complete: FileTotals) -> None:
         """Refuse (413) if the files of an owner would be too large or too many with this one."""
-        others = [each for each in self._partial.glob(f"*{partial.suffix}") if each != partial]
-        declared = sum(max(self._declared.get(each.name, 0), _size_of(each)) for each in others)
+        declared, count = self._uploads.declared(partial.suffix, partial.name)
         used = complete.bytes + declared
         if used + size > self._quota.bytes:
             raise ServerRefusedError(
@@ -232,16 +244,17 @@ class ArtifactFolder:
                 "deleted after some time",
                 413,
             )
-        if complete.files + len(others) >= self._quota.files:
+        if complete.files + count >= self._quota.files:
             raise ServerRefusedError(f"a member may have {self._quota.files} files here", 413)
 
-    def _check_room(self, missing: int) -> None:
-        """Refuse (507) if the disk has no room for so many more bytes."""
-        reserved, free = sum(self._uploading.values()), self._free()
-        if missing + reserved + self._reserve > free:
+    def _check_room(self, partial: Path, missing: int) -> None:
+        """Refuse (507) if the disk has no room for so many more bytes of an owner."""
+        free = max(self._free() - self._reserve, 0)
+        left = self._uploads.left(partial.suffix, free, self._clock())
+        if missing > left:
             raise ServerRefusedError(
-                f"the server's disk has {max(free - reserved - self._reserve, 0) / 1e9:.1f} GB left for "
-                f"uploads, not enough for {missing / 1e9:.1f} GB",
+                f"the server's disk has {left / 1e9:.1f} GB left for uploads, not enough for "
+                f"{missing / 1e9:.1f} GB",
                 507,
             )
 
@@ -252,7 +265,7 @@ class ArtifactFolder:
     def _count(self, partial: Path, received: int) -> None:
         """Note that bytes of an upload are on the disk; refuse (507) if it is full by now."""
         with self._lock:
-            self._uploading[partial.name] = max(self._uploading[partial.name] - received, 0)
+            self._uploads.count(partial.name, received, self._clock())
         if self.is_full:
             raise ServerRefusedError(
                 "the server's disk is full; the upload continues once its operator frees some space", 507
@@ -272,9 +285,9 @@ class ArtifactFolder:
 
     def _release(self, partial: Path) -> None:
         with self._lock:
-            self._uploading.pop(partial.name, None)
+            self._uploads.end(partial.name)
             if not partial.exists():
-                self._declared.pop(partial.name, None)
+                self._uploads.forget(partial.name, partial.suffix)
 
 
 @dataclass(frozen=True)

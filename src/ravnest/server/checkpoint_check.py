@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,10 @@ from ravnest.store.files import convert, has_format, read_json
 from ravnest.store.node_spec import NodeSpec
 from ravnest.store.plain_data import NotPlainError, decode
 
-LARGEST_MANIFEST = 16 << 20
+ManifestCheck = Callable[[Path, UploadedCheckpoint, int], str]
+"""Function of an uploaded manifest, what its provider says of it, and the number of stages; returns what
+is wrong."""
+LARGEST_MANIFEST = 4 << 20
 _COPIES = 5
 """Size of a checkpoint in terms of the weights: AdamW stores two or three further tensors for each
 weight, and a moving average is another one."""
@@ -47,15 +50,19 @@ def misfit_of(uploaded: UploadedCheckpoint, own: NodeSpec, weights: Mapping[int,
     return ""
 
 
-def check_manifest(path: Path, uploaded: UploadedCheckpoint, stages: int) -> None:
-    """Raise ``StageFormatError`` unless a file is the manifest of this checkpoint."""
-    manifest = read_uploaded_manifest(path)
+def manifest_misfit(path: Path, uploaded: UploadedCheckpoint, stages: int) -> str:
+    """Return why a file is not the manifest of this checkpoint; empty if it is."""
+    try:
+        manifest = read_uploaded_manifest(path)
+    except StageFormatError as error:
+        return str(error)
     described = (manifest.plan, manifest.run, manifest.attempt, manifest.cluster, manifest.stage)
     named = (uploaded.plan, uploaded.run, uploaded.taken, uploaded.cluster, uploaded.stage)
     if described != named or (manifest.id, manifest.stages) != (uploaded.id, stages):
-        raise StageFormatError("its manifest describes another checkpoint")
+        return "its manifest describes another checkpoint"
     if (manifest.sha256, manifest.size) != (uploaded.tensors.sha256, uploaded.tensors.size):
-        raise StageFormatError("its manifest describes other tensors")
+        return "its manifest describes other tensors"
+    return ""
 
 
 def read_uploaded_manifest(path: Path) -> CheckpointManifest:

@@ -9,11 +9,10 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ravnest.errors import StageFormatError
 from ravnest.schemas.checkpoints import CheckpointOrder, UploadedCheckpoint
 from ravnest.schemas.providers import AssignmentReport
 from ravnest.server.artifacts import ArtifactFolder
-from ravnest.server.checkpoint_check import check_manifest, misfit_of
+from ravnest.server.checkpoint_check import ManifestCheck, misfit_of
 from ravnest.server.complete_checkpoints import (
     CompleteCheckpoint,
     complete_checkpoints,
@@ -62,10 +61,15 @@ class CheckpointService:
     """Uploaded checkpoints; the methods are thread-safe."""
 
     def __init__(
-        self, units: UnitOfWorkFactory, artifacts: ArtifactFolder, settings: ServerSettings
+        self,
+        units: UnitOfWorkFactory,
+        artifacts: ArtifactFolder,
+        settings: ServerSettings,
+        check_manifest: ManifestCheck,
     ) -> None:
         self._units = units
         self._artifacts = artifacts
+        self._check_manifest = check_manifest
         self._settings = settings
         self._lock = threading.Lock()
         self._orders: dict[_ClusterKey, _IssuedOrder] = {}
@@ -287,16 +291,14 @@ class CheckpointService:
         problem = misfit_of(uploaded, own, weights)
         files = (uploaded.tensors, uploaded.manifest)
         if not problem:
+            digests = [file.sha256 for file in files]
             with self._units.db.read() as db:
-                sizes = db.artifact_grants.sizes(assignment.provider) | db.artifact_grants.sizes(
-                    assignment.job
-                )
+                sizes = db.artifact_grants.sizes(assignment.provider, digests)
+                sizes |= db.artifact_grants.sizes(assignment.job, digests)
             if any(sizes.get(file.sha256) != file.size for file in files):
                 return False  # dropped meanwhile, or an upload that the provider repeats
-            try:
-                check_manifest(self._artifacts.path(uploaded.manifest.sha256), uploaded, own.stages)
-            except StageFormatError as error:
-                problem = str(error)
+            manifest = self._artifacts.path(uploaded.manifest.sha256)
+            problem = self._check_manifest(manifest, uploaded, own.stages)
         if not problem:
             return True
         if len(self._refused) < _MOST_REFUSED:

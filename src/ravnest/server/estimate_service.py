@@ -19,6 +19,10 @@ from ravnest.server.scheduling.planner_messages import EstimateQuestion
 
 _BUSY_PAUSE = 3.0
 """Seconds after which a requester tries again while the server makes another estimate."""
+_LONGEST_WAIT = 20.0
+"""Seconds for which a requester waits for its turn."""
+_MOST_WAITING = 4
+"""Requesters that wait for their turn, each in a thread of the server."""
 
 
 class JobEstimator(Protocol):
@@ -30,7 +34,7 @@ class JobEstimator(Protocol):
 
 
 class EstimateService:
-    """Makes one estimate at a time, so that requests cannot take all threads of the server."""
+    """Makes one estimate at a time, of each requester in turn; requests cannot take all threads."""
 
     def __init__(
         self,
@@ -43,17 +47,24 @@ class EstimateService:
         self._estimator = estimator
         self._live_relays = live_relays
         self._links_between = links_between
-        self._working = threading.Lock()
+        self._turn = threading.Condition()
+        self._queue: list[str] = []
+        """Members whose estimates are made, the first one now."""
 
-    def estimate(self, request: EstimateRequest) -> JobEstimate:
+    def estimate(self, member: str, request: EstimateRequest) -> JobEstimate:
         """Estimate a job for the idle providers, or for all that are connected if those are too few.
 
-        Refuse (422) what does not describe a job, and (429) while another estimate is made.
+        Refuse (422) what does not describe a job, and (429) a second estimate of a member, or one while
+        many others wait.
         """
-        if not self._working.acquire(blocking=False):
-            raise ServerRefusedError(
-                "the server estimates another job now: try again in a few seconds", 429, _BUSY_PAUSE
-            )
+        with self._turn:
+            if member in self._queue or len(self._queue) > _MOST_WAITING:
+                raise _busy()
+            self._queue.append(member)
+            is_next = self._turn.wait_for(lambda: self._queue[0] == member, _LONGEST_WAIT)
+            if not is_next:
+                self._queue.remove(member)
+                raise _busy()
         try:
             return self._estimate(request)
         except ServerRefusedError:
@@ -61,7 +72,9 @@ class EstimateService:
         except RavnestError as error:
             raise ServerRefusedError(f"the job cannot be estimated: {error}", 422) from error
         finally:
-            self._working.release()
+            with self._turn:
+                self._queue.remove(member)
+                self._turn.notify_all()
 
     def _estimate(self, request: EstimateRequest) -> JobEstimate:
         with self._db.read() as db:
@@ -101,3 +114,9 @@ class EstimateService:
                 request.spec, request.profiles, chosen, names, self._links_between(dict(chosen))
             )
         )
+
+
+def _busy() -> ServerRefusedError:
+    return ServerRefusedError(
+        "the server estimates another job now: try again in a few seconds", 429, _BUSY_PAUSE
+    )

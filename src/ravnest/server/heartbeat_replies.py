@@ -12,6 +12,7 @@ from ravnest.server.db.records import LOST, AssignmentRecord, ProviderPresence
 from ravnest.server.job_snapshots import JobSnapshots
 from ravnest.server.job_status import has_delivered, lineage, roots, vacant
 from ravnest.server.link_test_service import LinkTestService
+from ravnest.server.takeover_situation import last_upload
 from ravnest.server.trace_requests import TraceRequests
 
 
@@ -24,10 +25,11 @@ class HeartbeatReplies:
         link_tests: LinkTestService,
         snapshots: JobSnapshots,
         traces: TraceRequests,
+        leaving: set[str],
     ) -> None:
         self._traces = traces
         self.snapshots = snapshots
-        self.leaving: set[str] = set()
+        self.leaving = leaving
         """Providers that want to leave; each heartbeat says so."""
         self._checkpoints = checkpoints
         self._link_tests = link_tests
@@ -55,14 +57,18 @@ class HeartbeatReplies:
             )
         job = self.snapshots.read(db, assignment, changes)
         newest = lineage(job.assignments, assignment.node)[0] if leaves else assignment
+        may_leave = leaves and (newest.id == assignment.id or newest.has_ended)
+        last = None
+        if may_leave and assignment.phase == "training":
+            last = last_upload(db, job.assignments, assignment, self.leaving)
         return HeartbeatReply(
             assignment=assignment.id,
             may_train=assignment.id in job.starts,
             records_known=assignment.records,
-            upload=self._checkpoints.order_for(db, assignment, job),
+            upload=last or self._checkpoints.order_for(db, assignment, job),
             excluded=job.excluded,
             trace=self._traces.newest(assignment.job),
-            may_leave=leaves and (newest.id == assignment.id or newest.has_ended),
+            may_leave=may_leave,
             keep=keep,
             reason=provider.reason,
         )

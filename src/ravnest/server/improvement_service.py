@@ -170,7 +170,7 @@ class ImprovementService:
             return own.reason
         links = self._link_tests.links_between({each.id: each.offer for each in review.own})
         gain = predicted_gain(new.plan, own.plan, review.stages(links))
-        return OtherPlan(len(new.plan.clusters), len(new.providers), gain)
+        return OtherPlan(len(new.plan.clusters), len(new.providers), gain, len(review.paces))
 
     def _tell(self, review: PlanReview, decision: KeepPlan | ReplacePlan) -> None:
         """Add an event about a decision, unless the same one was made before."""

@@ -20,10 +20,21 @@ BEFORE_FIRST_PLAN = -1
 """Number of the plan of checkpoints that a job got from an earlier one."""
 
 
-def find_resumed(
+def check_resumed(
     db: Transaction, artifacts: ArtifactFolder, member: MemberRecord, spec: JobSpec
-) -> list[StageCheckpointRecord]:
-    """Return the checkpoints that a job starts from; refuse if they do not exist or do not fit."""
+) -> None:
+    """Refuse a job whose checkpoints do not exist, or do not fit its settings or weights."""
+    if spec.resume_from is None:
+        return
+    find_resumed(db, member, spec)
+    before = db.jobs.spec(spec.resume_from)
+    problem = settings_misfit(spec, before) or weights_misfit(spec, before, artifacts)
+    if problem:
+        raise ServerRefusedError(f"{spec.resume_from} cannot be resumed: {problem}", 422)
+
+
+def find_resumed(db: Transaction, member: MemberRecord, spec: JobSpec) -> list[StageCheckpointRecord]:
+    """Return the checkpoints that a job starts from; refuse if they do not exist."""
     if spec.resume_from is None:
         return []
     name = spec.resume_from
@@ -39,10 +50,6 @@ def find_resumed(
             "ago that its checkpoints were removed",
             409,
         )
-    before = db.jobs.spec(name)
-    problem = settings_misfit(spec, before) or weights_misfit(spec, before, artifacts)
-    if problem:
-        raise ServerRefusedError(f"{name} cannot be resumed: {problem}", 422)
     return [stage for each in newest.values() for stage in each.stages]
 
 

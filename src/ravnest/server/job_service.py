@@ -12,7 +12,7 @@ from ravnest.server.artifacts import ArtifactFolder
 from ravnest.server.assignments import FETCHING, fetch_limit, needed_files
 from ravnest.server.db.records import AssignmentRecord, JobRecord, MemberRecord
 from ravnest.server.deadline_table import DeadlineTable
-from ravnest.server.job_resume import add_resumed, find_resumed
+from ravnest.server.job_resume import add_resumed, check_resumed, find_resumed
 from ravnest.server.job_status import failed_clusters, has_delivered, roots
 from ravnest.server.settings import ServerSettings
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
@@ -65,9 +65,9 @@ class JobService:
         job = f"job-{secrets.token_hex(4)}"
         files = needed_files(spec)
         with self._units.db.read() as db:
-            find_resumed(db, self._artifacts, member, spec)  # reads files, outside of the transaction
+            check_resumed(db, self._artifacts, member, spec)  # reads files: not while others wait
         with self._units.begin() as uow:
-            known = uow.db.artifact_grants.sizes(member.id)
+            known = uow.db.artifact_grants.sizes(member.id, [file.sha256 for file in files])
             missing = [file.sha256 for file in files if known.get(file.sha256) != file.size]
             if missing:
                 raise ServerRefusedError(
@@ -78,7 +78,7 @@ class JobService:
             self._check_count(uow, member)
             how += "" if spec.resume_from is None else f", to continue {spec.resume_from}"
             uow.db.jobs.add(job, member.id, spec, f"submitted by {member.name}{how}")
-            add_resumed(uow.db, job, find_resumed(uow.db, self._artifacts, member, spec))
+            add_resumed(uow.db, job, find_resumed(uow.db, member, spec))
             uow.needs_matching = True
         for file in files:
             self._artifacts.touch(file.sha256)  # they stay for as long as those of a new upload

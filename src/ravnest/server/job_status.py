@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from ravnest.server.assignments import FETCHING
 from ravnest.server.db.records import LOST, AssignmentRecord
 from ravnest.types import Role
 
+_ORIGIN = re.compile(r"node_(\d{1,9}): ", re.ASCII)
+"""Beginning of a reason that names the node where the failure began."""
 _AT_WORK = ("training", "uploading", "finished")
 
 
@@ -119,6 +122,18 @@ def can_continue(assignments: Sequence[AssignmentRecord], lost: AssignmentRecord
     return not any(each.phase in ("failed", "stopped") for each in _others(assignments, lost))
 
 
+def is_confirmed(assignments: Sequence[AssignmentRecord], failed: AssignmentRecord) -> bool:
+    """Return whether another provider has said that the job fails at this node."""
+    chain = lineage(assignments, failed.node)
+    return any(each.cause == "unconfirmed" and each.provider != failed.provider for each in chain)
+
+
+def is_hearsay(failed: AssignmentRecord, reason: str) -> bool:
+    """Return whether the reason of a failure is one that another node has told this one."""
+    found = _ORIGIN.match(reason)
+    return found is not None and int(found[1]) != failed.node
+
+
 def to_repeat(assignments: Sequence[AssignmentRecord], lost: AssignmentRecord) -> list[AssignmentRecord]:
     """Return the finished nodes whose end must be repeated, because a node of their cluster is lost.
 
@@ -155,6 +170,12 @@ def failed_clusters(assignments: Sequence[AssignmentRecord]) -> set[int]:
     """
     failed = {each.cluster for each in holders(assignments) if each.phase == "failed"}
     return failed - _trained_clusters(assignments)
+
+
+def clusters_at_work(assignments: Sequence[AssignmentRecord]) -> set[int]:
+    """Return the clusters all of whose nodes train, or have trained."""
+    held = holders(assignments)
+    return {each.cluster for each in held} - {e.cluster for e in held if e.phase not in _AT_WORK}
 
 
 def degraded(assignments: Sequence[AssignmentRecord], names: Mapping[str, str]) -> str:

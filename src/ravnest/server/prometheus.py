@@ -46,16 +46,16 @@ def _of_providers(providers: Sequence[ProviderView]) -> Iterator[Figure]:
 
 
 def _of_jobs(jobs: Sequence[JobView]) -> Iterator[Figure]:
-    yield Figure(
-        "ravnest_job_updates_total",
-        "counter",
-        "Updates that the leading cluster of a running job has made.",
-        [Sample(_labels(job), job.progress.updates) for job in jobs],
+    yield _gauge(
+        "updates",
+        "Updates that the model of a running job has; fewer after the loss of a node.",
+        jobs,
+        (job.progress.updates for job in jobs),
     )
     yield _gauge("loss", "Loss of the last update.", jobs, (job.progress.loss for job in jobs))
     yield _gauge(
         "samples_per_second",
-        "Training rate of the leading cluster.",
+        "Training rate of all clusters together.",
         jobs,
         (job.progress.samples_per_second for job in jobs),
     )

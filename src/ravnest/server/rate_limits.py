@@ -42,6 +42,12 @@ class RateLimits:
             bucket.level -= 1.0
             return 0.0
 
+    def spend(self, key: str, now: float, cost: float) -> None:
+        """Count what a request turned out to cost: it delays later ones, by a whole burst at most."""
+        with self._lock:
+            bucket = self._refilled(key, now)
+            bucket.level = max(bucket.level - cost, -self._rate.burst)
+
     def wait(self, key: str, now: float) -> float:
         """Return the seconds after which a request would be allowed, without counting one."""
         with self._lock:

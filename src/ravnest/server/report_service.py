@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.base import clipped
-from ravnest.schemas.jobs import BestFiles
+from ravnest.schemas.jobs import BestFiles, JobState
 from ravnest.schemas.providers import Assignment, AssignmentReport, ProviderState, TlsRejections
 from ravnest.server.assignments import FETCHING
 from ravnest.server.auth.tokens import AuthService
@@ -17,7 +17,7 @@ from ravnest.server.db.database import Transaction
 from ravnest.server.db.new_records import NewRecords
 from ravnest.server.db.records import AssignmentRecord
 from ravnest.server.job_service import JobService
-from ravnest.server.job_status import holders, lineage
+from ravnest.server.job_status import can_continue, holders, is_confirmed, is_hearsay, lineage
 from ravnest.server.result_check import ResultCheck
 from ravnest.server.spot_check_service import SpotCheckService
 from ravnest.server.unit_of_work import UnitOfWork, UnitOfWorkFactory
@@ -32,6 +32,22 @@ _REJECTIONS = {
 """Descriptions of the fields of ``TlsRejections``."""
 _MOST_EVENTS = 20
 """Warnings, rounds and recoveries of one report that become events."""
+
+
+_BEST_PAUSE = 60.0
+"""Seconds between two checks of best models of one Root; the newest one is reported again until then."""
+_MOST_BEST_CHECKED = 10_000
+"""Assignments whose last check is remembered."""
+
+
+@dataclass(frozen=True)
+class _BestCheck:
+    """Check of a best model."""
+
+    time: float
+    """Steady time."""
+    was_last: bool
+    """True if it was in the report of the end."""
 
 
 class ReportService:
@@ -54,6 +70,8 @@ class ReportService:
         self._activity = activity
         self._gaps: dict[str, int] = {}
         """Assignments whose last report left a gap, and the position at which it started."""
+        self._best_checked: dict[str, _BestCheck] = {}
+        """Newest checks of best models, by assignment."""
 
     def store(self, provider: str, report: AssignmentReport) -> None:
         """Store a report and update the states that follow from it, in one transaction.
@@ -61,13 +79,13 @@ class ReportService:
         The files of spot checks that it names are taken first.
         """
         self._spot_checks.store(provider, report)
-        if report.result:
+        if report.phase == "finished" and report.result:
             with self._units.db.read() as db:
                 assignment = db.assignments.get(report.assignment)
             if assignment is not None and assignment.provider == provider and not assignment.has_ended:
                 report = self._checked_result(assignment, report)
         if report.best is not None:
-            self._store_best(provider, report.assignment, report.best)
+            self._store_best(provider, report, report.best)
         if not self._store(provider, report):
             raise self._auth.refused(provider, f"{provider} reported on another provider's assignment")
 
@@ -113,8 +131,7 @@ class ReportService:
             if assignment is not None and assignment.provider != provider:
                 return False
             if assignment is None or assignment.has_ended:
-                self._gaps.pop(report.assignment, None)
-                self._activity.forget(report.assignment)
+                self._store_late(uow, assignment, report)
                 return True  # the reply names the right one
             before, assignment = assignment, assignment.with_memory(report.memory)
             self._store_records(uow, [(assignment, report)])
@@ -135,11 +152,31 @@ class ReportService:
                 self._explain_upload(uow, assignment, report.reason)
             return True
 
-    def _store_best(self, provider: str, assignment_id: str, best: BestFiles) -> None:
+    def _store_late(
+        self, uow: UnitOfWork, ended: AssignmentRecord | None, report: AssignmentReport
+    ) -> None:
+        """Store the last records of a node that was handed over; nothing else of an ended assignment."""
+        if ended is not None and _is_handed_over(uow.db, ended):
+            self._store_records(uow, [(ended, report)])
+        self._gaps.pop(report.assignment, None)
+        self._activity.forget(report.assignment)
+
+    def _may_check_best(self, report: AssignmentReport) -> bool:
+        """Return whether a best model is checked now: once a minute, and once more at the end."""
+        now, is_last = self._units.clock.steady(), report.phase in ("finished", "failed")
+        before = self._best_checked.get(report.assignment)
+        if before is not None and now < before.time + _BEST_PAUSE and (before.was_last or not is_last):
+            return False
+        while len(self._best_checked) >= _MOST_BEST_CHECKED:
+            del self._best_checked[next(iter(self._best_checked))]
+        self._best_checked[report.assignment] = _BestCheck(now, is_last)
+        return True
+
+    def _store_best(self, provider: str, report: AssignmentReport, best: BestFiles) -> None:
         """Store the best model that a Root has uploaded, if it is new and one of its cluster."""
         digests = [file.artifact.sha256 for file in best.files]
         with self._units.db.read() as db:
-            assignment = db.assignments.get(assignment_id)
+            assignment = db.assignments.get(report.assignment)
             if assignment is None or assignment.provider != provider or assignment.has_ended:
                 return
             if assignment.role != Role.ROOT:
@@ -147,7 +184,7 @@ class ReportService:
             known = db.best_models.of_job(assignment.job).get(assignment.cluster)
             uploaded = not db.artifact_grants.missing(provider, digests)
             bodies = _bodies(db, assignment)
-        if known == best or not uploaded:
+        if known == best or not uploaded or not self._may_check_best(report):
             return
         if problem := self._check_result(best.files, bodies):
             reason = f"its best model is not one of this job: {problem}"
@@ -255,7 +292,7 @@ class ReportService:
             elif report.cause != "job":
                 uow.vacate(assignment, report.reason, report.cause)
             else:
-                uow.end_assignment(assignment, "failed", report.reason)
+                self._fail(uow, assignment, report.reason)
             outcome = f"its assignment in {assignment.job} is {report.phase}"
             reason = f"{outcome}: {report.reason}" if report.reason else outcome
             uow.release(provider, reason)
@@ -270,6 +307,25 @@ class ReportService:
         uow.db.jobs.touch(assignment.job)
         uow.update_job_status(assignment.job)
         self._jobs.schedule_stops(uow, assignment.job)
+
+    def _fail(self, uow: UnitOfWork, assignment: AssignmentRecord, reason: str) -> None:
+        """Store that a provider says that the job fails on any machine.
+
+        That is one provider's word. While another one is idle, it takes the place; the cluster fails if
+        that one says the same of the node.
+        """
+        assignments = uow.db.assignments.of_job(assignment.job)
+        if not can_continue(assignments, assignment):
+            uow.end_assignment(assignment, "failed", reason)
+        elif is_confirmed(assignments, assignment):
+            uow.db.assignments.confirm_failure(assignment.job)
+            uow.end_assignment(assignment, "failed", reason)
+        elif uow.db.providers.has_idle():
+            hearsay = is_hearsay(assignment, reason)
+            uow.vacate(assignment, reason, "passing" if hearsay else "unconfirmed")
+        else:
+            uow.db.assignments.set_cause(assignment, "unconfirmed")
+            uow.end_assignment(assignment, "failed", reason)
 
     def _settle_handover(self, uow: UnitOfWork, assignment: AssignmentRecord, phase: str) -> None:
         """End the other assignments of a node that two providers have while one of them leaves.
@@ -306,6 +362,16 @@ def _has_evaluated(db: Transaction, assignment: AssignmentRecord) -> bool:
     job = db.jobs.get(assignment.job)
     is_asked = job is not None and job.epochs == 0 and assignment.role == Role.ROOT
     return is_asked and bool(db.telemetry.validations(assignment.id))
+
+
+def _is_handed_over(db: Transaction, ended: AssignmentRecord) -> bool:
+    """Return whether another provider has taken over from one that leaves, and trained until then."""
+    job = db.jobs.get(ended.job)
+    is_running = job is not None and job.state in (JobState.SHIPPING, JobState.TRAINING)
+    if ended.phase != "stopped" or not is_running:
+        return False
+    newest = lineage(db.assignments.of_job(ended.job), ended.node)[:1]
+    return any(each.generation > ended.generation for each in newest)
 
 
 def _bodies(db: Transaction, assignment: AssignmentRecord) -> dict[int, Assignment]:

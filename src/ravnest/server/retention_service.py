@@ -56,13 +56,15 @@ class RetentionService:
         self._units = units
         self._artifacts = artifacts
         self._settings = settings
+        self._files: dict[str, frozenset[str]] = {}
+        """Files of jobs that have not ended or can be resumed; a specification does not change."""
 
     def run_once(self) -> None:
         """Delete old incomplete uploads, files without an owner, and expired files of members."""
         now, settings = self._units.clock.wall(), self._settings
         self._artifacts.sweep_partial(now - settings.kept_uploads)
         with self._units.db.read() as db:
-            granted, needed = db.artifact_grants.all(), _needed(db)
+            granted, needed = db.artifact_grants.all(), self._needed(db)
             ended = _parts_of_results(db, now - settings.files_kept)
         files = [
             replace(file, modified=max(file.modified, ended.get(file.sha256, 0.0)))
@@ -98,7 +100,7 @@ class RetentionService:
         """Delete expired files, unless somebody has begun to use them; return those deleted."""
         deleted = []
         with self._units.db.write(self._units.clock.wall()) as db:
-            needed = _needed(db)
+            needed = self._needed(db)
             for file in files:
                 owners = db.artifact_grants.owners(file.sha256)
                 if file.sha256 in needed or any(owner.startswith(_JOB) for owner in owners):
@@ -110,17 +112,20 @@ class RetentionService:
             self._delete_orphan(file.sha256)
         return deleted
 
+    def _needed(self, db: Transaction) -> set[str]:
+        """Return the files of jobs that have not ended or can be resumed."""
+        unfinished = db.jobs.in_state(*(state for state in JobState if not state.is_final))
+        jobs = {job.id for job in unfinished} | set(db.checkpoints.jobs())
+        self._files = {
+            job: self._files.get(job) or frozenset(f.sha256 for f in needed_files(db.jobs.spec(job)))
+            for job in jobs
+        }
+        return {digest for files in self._files.values() for digest in files}
+
     def _delete_orphan(self, digest: str) -> None:
         with self._units.db.write(self._units.clock.wall()) as db:
             if not db.artifact_grants.is_granted(digest):
                 self._artifacts.remove(digest, 0.0)
-
-
-def _needed(db: Transaction) -> set[str]:
-    """Return the files of jobs that have not ended or can be resumed."""
-    unfinished = db.jobs.in_state(*(state for state in JobState if not state.is_final))
-    jobs = {job.id for job in unfinished} | set(db.checkpoints.jobs())
-    return {file.sha256 for job in jobs for file in needed_files(db.jobs.spec(job))}
 
 
 def _parts_of_results(db: Transaction, since: float) -> dict[str, float]:

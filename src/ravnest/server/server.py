@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ravnest.errors import ServerRefusedError
+from ravnest.relay.sockets import network_of
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobView
 from ravnest.server.artifacts import ArtifactFolder, FileTotals
 from ravnest.server.auth.tokens import AuthService
+from ravnest.server.checkpoint_check import ManifestCheck
 from ravnest.server.checkpoint_service import CheckpointService
 from ravnest.server.cluster_activity import ClusterActivity
+from ravnest.server.connection_table import ConnectionTable
 from ravnest.server.db.database import Database
 from ravnest.server.db.records import JobRecord, MemberRecord
 from ravnest.server.db.removals import ALL, Removal
@@ -36,11 +39,12 @@ from ravnest.server.reachability.relays import RelayService
 from ravnest.server.replanning_service import ReplanningService
 from ravnest.server.report_service import ReportService
 from ravnest.server.resubmission_service import ResubmissionService
-from ravnest.server.result_check import ResultCheck, ShippedResultCheck
+from ravnest.server.result_check import ResultCheck
 from ravnest.server.retention_service import RetentionService
 from ravnest.server.routine_heartbeats import RoutineHeartbeats
 from ravnest.server.row_retention import RowRetention
 from ravnest.server.scheduling.check_process import ForwardChecker, SandboxedChecker
+from ravnest.server.scheduling.file_checks import FileCheckingProcess
 from ravnest.server.scheduling.matching import Matching, MatchingThread
 from ravnest.server.scheduling.planner_process import EstimatingProcess, ProcessPlanner
 from ravnest.server.scheduling.planning import JobPlanner
@@ -56,6 +60,8 @@ from ravnest.server.views import job_view
 _STOP_SECONDS = 2.0
 _SHORTEST_PAUSE = 0.05
 _DAY = 86400.0
+_REQUEST_BYTES = 64 << 10
+"""Bytes of a message that count as one more request."""
 
 
 class Server:
@@ -71,6 +77,7 @@ class Server:
         clock: Clock | None = None,
         tls: bool = False,
         check_result: ResultCheck | None = None,
+        check_manifest: ManifestCheck | None = None,
         checker: ForwardChecker | None = None,
     ) -> None:
         self.settings = settings or ServerSettings()
@@ -86,8 +93,11 @@ class Server:
             reserve=self.settings.disk_reserve,
             quota=FileTotals(self.settings.member_bytes, self.settings.member_files),
             complete=self._complete_files,
+            clock=self.clock.steady,
         )
         self._requests = RateLimits(self.settings.requests)
+        self._strangers = RateLimits(self.settings.strangers)
+        self.connections = ConnectionTable(self.settings.connections)
         self.ballast = DiskBallast(self.folder.ballast, self.settings.disk_ballast)
         self.notifications = Notifications()
         self._matching_thread = MatchingThread()
@@ -102,10 +112,17 @@ class Server:
         self.link_test_service = LinkTestService(
             self._units, self.auth, self.settings, self.relay_service
         )
+        leaving: set[str] = set()
         self.takeover_service = TakeoverService(
-            self._units, self.job_service, self.relay_service, self.link_test_service
+            self._units, self.job_service, self.relay_service, self.link_test_service, leaving
         )
-        self.checkpoint_service = CheckpointService(self._units, self.artifacts, self.settings)
+        file_checks = FileCheckingProcess(self.folder.artifacts, self.settings.planning)
+        self.checkpoint_service = CheckpointService(
+            self._units,
+            self.artifacts,
+            self.settings,
+            check_manifest or file_checks.check_manifest,
+        )
         self.spot_check_service = SpotCheckService(
             self._units,
             self.artifacts,
@@ -119,12 +136,12 @@ class Server:
             self.auth,
             self.job_service,
             activity,
-            check_result or ShippedResultCheck(self.artifacts.path),
+            check_result or file_checks.check_result,
             self.spot_check_service,
         )
         self.trace_requests = TraceRequests(self.notifications, self.clock.wall)
         replies = HeartbeatReplies(
-            self.checkpoint_service, self.link_test_service, snapshots, self.trace_requests
+            self.checkpoint_service, self.link_test_service, snapshots, self.trace_requests, leaving
         )
         self.provider_service = ProviderService(
             self._units,
@@ -253,6 +270,18 @@ class Server:
             most = self.settings.requests.per_second
             raise ServerRefusedError(f"{member.name} sends over {most:g} requests per second", 429, wait)
 
+    def stranger_wait(self, source: str) -> float:
+        """Return the seconds for which an address may send no request without a credential."""
+        return self._strangers.wait(network_of(source), self.clock.steady())
+
+    def count_stranger(self, source: str) -> None:
+        """Count a request that had no valid credential."""
+        self._strangers.spend(network_of(source), self.clock.steady(), 1.0)
+
+    def count_bytes(self, member: MemberRecord, count: int) -> None:
+        """Count the body of a member's message: a long one costs as much as many requests."""
+        self._requests.spend(member.id, self.clock.steady(), count / _REQUEST_BYTES)
+
     def check_health(self) -> tuple[str, ...]:
         """Return what is wrong with the server; empty if nothing is."""
         problems = [self.db.check(self.clock.wall())]
@@ -261,8 +290,12 @@ class Server:
         return tuple(filter(None, problems))
 
     def revoke(self, member: str) -> None:
-        """End the credential of a member; requests that wait are answered, and its offers end."""
+        """End the credential of a member; requests that wait are answered, and its offers end.
+
+        Uploads and downloads in progress end with their connections.
+        """
         found = self.auth.revoke(member)
+        self.connections.close_member(member)
         self.notifications.notify(("page", ""))
         reason = "its credential was revoked"
         if found.role is ApiRole.PROVIDER:

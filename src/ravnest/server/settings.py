@@ -131,6 +131,8 @@ class ServerSettings:
     planning: PlanningLimits = field(default_factory=PlanningLimits)
     requests: Rate = Rate(burst=1000, per_second=100)  # noqa: RUF009 - immutable
     """Requests of one member; a provider sends some five per second at most."""
+    strangers: Rate = Rate(burst=2000, per_second=50)  # noqa: RUF009 - immutable
+    """Requests without a valid credential from one address."""
     probe_bytes: int = 16 << 20
     page_login: float = 30 * 86400.0
     """Lifetime of a browser login."""

@@ -7,7 +7,7 @@ that a restarted server continues where the last one stopped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from ravnest.schemas.jobs import JobState
@@ -42,6 +42,7 @@ from ravnest.server.takeover_situation import (
     BEFORE_TRAINING,
     FilledPlace,
     RunningJob,
+    last_upload,
     provider_name,
     refills_since,
     running_job,
@@ -65,7 +66,10 @@ class TakeoverService:
         jobs: JobService,
         relays: RelayService,
         link_tests: LinkTestService,
+        leaving: Set[str],
     ) -> None:
+        """``leaving``: providers that want to leave, as their heartbeats say."""
+        self._leaving = leaving
         self._units = units
         self._jobs = jobs
         self._relays = relays
@@ -85,7 +89,11 @@ class TakeoverService:
                 self._fill_job(uow, job)
 
     def hand_over(self, provider: str, reason: str) -> None:
-        """Have a spare fetch the files of a provider that wants to leave, which works meanwhile."""
+        """Have a spare fetch the files of a provider that wants to leave, which works meanwhile.
+
+        If nobody who stays has the state of its stage, it is uploaded first: ``last_upload``. A spare
+        takes the place when the provider has left.
+        """
         with self._units.begin() as uow:
             own = uow.db.assignments.current(provider)
             if own is None or own.phase != "training":
@@ -95,6 +103,8 @@ class TakeoverService:
                 return  # somebody else fetches already
             is_ending = bool(to_repeat(found.assignments, own))
             if is_ending or not can_continue(found.assignments, own) or vacant(found.assignments):
+                return
+            if last_upload(uow.db, found.assignments, own, self._leaving) is not None:
                 return
             chosen = fill([vacant_place(uow, found, own)], self._spares(uow, found))
             if not isinstance(chosen, NoSpare):
@@ -152,6 +162,9 @@ class TakeoverService:
         if filled:
             self._take_over(uow, found, filled)
         if isinstance(others, NoSpare):
+            if failed := next((each for each in left if each.cause == "unconfirmed"), None):
+                self.give_up(uow, failed, failed.reason)  # nobody can show that its provider is wrong
+                return
             self._wait(uow, found, left, others.reason)
 
     def _wait(
@@ -181,7 +194,7 @@ class TakeoverService:
 
     def _take_over(self, uow: UnitOfWork, found: RunningJob, filled: Sequence[FilledPlace]) -> None:
         """Give places of one cluster to spares."""
-        state = takeover_state(uow, found, filled)
+        state = takeover_state(uow, found, filled, self._leaving)
         if state.begins_again:
             self._begin_again(uow, found, filled[0].before.cluster, state)
             return
@@ -257,7 +270,8 @@ class TakeoverService:
                 provider = uow.db.providers.get(each.provider)
                 assert provider is not None
                 uow.db.assignments.lose(each, "the state of a lost node is only at the server", None)
-                uow.release(provider, f"it begins again in {found.record.name}: {state}")
+                if each.provider not in self._leaving:
+                    uow.release(provider, f"it begins again in {found.record.name}: {state}")
 
     def _spares(self, uow: UnitOfWork, found: RunningJob) -> list[SpareProvider]:
         barred = uow.db.assignments.barred(found.record.id)

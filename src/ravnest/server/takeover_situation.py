@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ravnest.schemas.checkpoints import CheckpointOrder
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import Assignment, ProviderOffer
 from ravnest.server.assignments import FETCHING
 from ravnest.server.complete_checkpoints import complete_checkpoints
+from ravnest.server.db.database import Transaction
 from ravnest.server.db.records import AssignmentRecord, JobRecord
 from ravnest.server.job_status import holders, lineage, place_name
 from ravnest.server.scheduling.successor import peers
@@ -71,15 +73,21 @@ def running_job(uow: UnitOfWork, job: str) -> RunningJob | None:
     return RunningJob(record, assignments, bodies, offers)
 
 
-def takeover_state(uow: UnitOfWork, found: RunningJob, filled: Sequence[FilledPlace]) -> TakeoverState:
-    """Return where the cluster of these places can continue."""
+def takeover_state(
+    uow: UnitOfWork, found: RunningJob, filled: Sequence[FilledPlace], leaving: Collection[str]
+) -> TakeoverState:
+    """Return where the cluster of these places can continue; ``leaving``: providers that are gone soon.
+
+    The disk of a provider that leaves goes with it.
+    """
     first = filled[0].before
     members = [each for each in holders(found.assignments) if each.cluster == first.cluster]
     spec = found.bodies[first.node].node_spec
     returning = [each.before for each in filled if each.spare.id == each.before.provider]
-    returned = {each.node for each in returning if _keeps_state(uow, found, each)}
-    there = [each for each in members if not each.has_ended]
-    held = {each.node for each in there if _keeps_state(uow, found, each)}
+    returned = {each.node for each in returning if _keeps_state(uow.db, found.assignments, each)}
+    places = {each.node for each in filled}
+    there = [each for each in members if not each.has_ended and each.node not in places]
+    held = {each.node for each in there if _stays(uow.db, found.assignments, each, leaving)}
     uploaded = uow.db.checkpoints.of_job(first.job)
     own = [each for each in uploaded if (each.plan, each.cluster) == (spec.plan, first.cluster)]
     saved = next(iter(complete_checkpoints(own)), None)
@@ -96,17 +104,53 @@ def takeover_state(uow: UnitOfWork, found: RunningJob, filled: Sequence[FilledPl
     )
 
 
-def _keeps_state(uow: UnitOfWork, found: RunningJob, own: AssignmentRecord) -> bool:
+def last_upload(
+    db: Transaction,
+    assignments: Sequence[AssignmentRecord],
+    own: AssignmentRecord,
+    leaving: Collection[str],
+) -> CheckpointOrder | None:
+    """Return what a provider uploads before it leaves; None if the nodes that stay have all stages.
+
+    ``assignments``: those of its job.
+    """
+    spec = db.assignments.body(own.id).node_spec
+    gone = {*leaving, own.provider}
+    staying = [
+        each
+        for each in holders(assignments)
+        if each.cluster == own.cluster and not each.has_ended and _stays(db, assignments, each, gone)
+    ]
+    keeping = frozenset(db.assignments.body(each.id).node_spec.stage for each in staying)
+    if TakeoverState(stages=spec.stages, keeping=keeping).is_complete:
+        return None
+    near = (stage for stage in (spec.stage - 1, spec.stage + 1) if 0 <= stage < spec.stages)
+    return CheckpointOrder(rescue=True, stages=tuple(near))
+
+
+def _stays(
+    db: Transaction,
+    assignments: Sequence[AssignmentRecord],
+    own: AssignmentRecord,
+    leaving: Collection[str],
+) -> bool:
+    """Return whether the provider of an assignment stays, with the state of its stage."""
+    return own.provider not in leaving and _keeps_state(db, assignments, own)
+
+
+def _keeps_state(
+    db: Transaction, assignments: Sequence[AssignmentRecord], own: AssignmentRecord
+) -> bool:
     """Return whether the provider of an assignment has the state of its stage on its disk."""
-    chain = [each for each in lineage(found.assignments, own.node) if each.provider == own.provider]
-    return any(_has_begun(uow, each) for each in chain)
+    chain = [each for each in lineage(assignments, own.node) if each.provider == own.provider]
+    return any(_has_begun(db, each) for each in chain)
 
 
-def _has_begun(uow: UnitOfWork, own: AssignmentRecord) -> bool:
+def _has_begun(db: Transaction, own: AssignmentRecord) -> bool:
     """Return whether a node has trained; one that takes a place gets its state from others first."""
     if (own.phase_before or own.phase) in BEFORE_TRAINING:
         return False
-    phases = uow.db.telemetry.newest(own.id, PhaseRecord, _PHASES_READ)
+    phases = db.telemetry.newest(own.id, PhaseRecord, _PHASES_READ)
     return own.generation == 0 or any(each.phase not in _CONNECTING for each in phases)
 
 
@@ -131,6 +175,9 @@ def vacant_place(uow: UnitOfWork, found: RunningJob, own: AssignmentRecord) -> V
         neighbours=frozenset(each.provider for each in others if each.node in near),
         has_peers=bool(named),
         taken=frozenset(each.address for each in addresses),
+        refused=frozenset(
+            each.provider for each in lineage(found.assignments, own.node) if each.cause == "unconfirmed"
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import (
@@ -21,10 +22,19 @@ from ravnest.schemas.link_tests import LinkView
 from ravnest.schemas.providers import ProviderView
 from ravnest.schemas.reachability import RelayView
 from ravnest.server.complete_checkpoints import complete_checkpoints
+from ravnest.server.db.assignments import AssignedStage
 from ravnest.server.db.database import Transaction
+from ravnest.server.db.new_records import NEWEST_KEPT
 from ravnest.server.db.records import AssignmentRecord, JobRecord, MemberRecord, ProviderRecord
 from ravnest.server.db.telemetry import Stored
-from ravnest.server.job_status import degraded, holders, leading_root, lineage, roots
+from ravnest.server.job_status import (
+    clusters_at_work,
+    degraded,
+    holders,
+    leading_root,
+    lineage,
+    roots,
+)
 from ravnest.server.liveness import Liveness
 from ravnest.server.reachability.status import reachability
 from ravnest.telemetry import (
@@ -37,8 +47,10 @@ from ravnest.telemetry import (
     ScheduleRecord,
     ValidationRecord,
 )
+from ravnest.types import Role
 
 _SHOWN_WARNINGS = 20
+_MOST_RECORDS = max(NEWEST_KEPT.values())
 
 
 def provider_view(
@@ -117,7 +129,8 @@ def job_view(db: Transaction, record: JobRecord, *, with_records: bool = True) -
     names = db.providers.names(each.provider for each in assignments)
     root = leading_root(assignments)
     held = holders(assignments)
-    memory = _memory(db, record.id, held) if with_records else {}
+    stages = db.assignments.stages(record.id) if with_records else {}
+    memory = _memory(db, held, stages) if with_records else {}
     return JobView(
         id=record.id,
         name=record.name,
@@ -126,10 +139,9 @@ def job_view(db: Transaction, record: JobRecord, *, with_records: bool = True) -
         reason=record.reason,
         created=record.created,
         changed=record.changed,
-        progress=_progress(db, record, history(db, record.id, assignments)),
+        progress=_progress(db, record, assignments),
         assignments=tuple(
-            _assignment_view(db, each, names, memory.get(each.id), with_records=with_records)
-            for each in held
+            _assignment_view(db, each, names, memory.get(each.id), stages.get(each.id)) for each in held
         ),
         clusters=_clusters(db, assignments) if with_records else (),
         warnings=_warnings(db, assignments) if with_records else (),
@@ -142,22 +154,51 @@ def job_view(db: Transaction, record: JobRecord, *, with_records: bool = True) -
     )
 
 
-def job_losses(db: Transaction, job: str, first: int) -> LossHistory:
-    """Return a job's losses from update ``first`` on, and all its validations.
+def job_losses(db: Transaction, job: str, first: int, since: float = 0.0) -> LossHistory:
+    """Return a job's losses from update ``first`` on, and its validations and rounds since a time.
 
     Updates and validations that a later Root repeats replace those of an earlier one.
     """
     assignments = db.assignments.of_job(job)
     oldest_first = history(db, job, assignments)[::-1]
-    found = {loss.update: loss for each in oldest_first for loss in db.telemetry.losses(each.id, first)}
-    results = {test.number: test for each in oldest_first for test in db.telemetry.validations(each.id)}
+    known = {
+        loss.update: (time, loss)
+        for each in oldest_first
+        for time, loss in db.telemetry.timed_losses(each.id, first)
+    }
+    found = [known[update] for update in sorted(known)]
+    results = {
+        test.number: (time, test)
+        for each in oldest_first
+        for time, test in reversed(_timed(db, each, ValidationRecord, since))
+    }
+    tests = [results[number] for number in sorted(results)]
+    every = (*assignments, *db.assignments.of_earlier_plans(job))
+    roots_of_plans = (each for each in every if each.role == Role.ROOT)
+    rounds = sorted(
+        (pair for each in roots_of_plans for pair in reversed(_timed(db, each, RoundRecord, since))),
+        key=itemgetter(0),
+    )
     return LossHistory(
         first=first,
-        updates=tuple(sorted(found)),
-        losses=tuple(found[update].loss for update in sorted(found)),
-        validations=tuple(results[number] for number in sorted(results)),
-        learning_rates=tuple(found[update].learning_rate for update in sorted(found)),
+        updates=tuple(loss.update for _, loss in found),
+        losses=tuple(loss.loss for _, loss in found),
+        validations=tuple(test for _, test in tests),
+        learning_rates=tuple(loss.learning_rate for _, loss in found),
+        epochs=tuple(loss.epoch for _, loss in found),
+        staleness=tuple(loss.staleness for _, loss in found),
+        times=tuple(time for time, _ in found),
+        validation_times=tuple(time for time, _ in tests),
+        rounds=tuple(each for _, each in rounds),
+        round_times=tuple(time for time, _ in rounds),
     )
+
+
+def _timed(
+    db: Transaction, assignment: AssignmentRecord, kind: type[Stored], since: float
+) -> list[tuple[float, Stored]]:
+    """Return the stored records of one kind since a time, newest first."""
+    return db.telemetry.timed(assignment.id, kind, _MOST_RECORDS, since)
 
 
 def history(
@@ -167,13 +208,19 @@ def history(
 
     Each holds the records of its own time.
     """
-    earlier = db.assignments.of_earlier_plans(job)
-    attempts = sorted({each.attempt for each in earlier}, reverse=True)
-    plans = [assignments, *([e for e in earlier if e.attempt == attempt] for attempt in attempts)]
-    roots_of_plans = [(plan, leading_root(plan)) for plan in plans]
+    roots_of_plans = [(plan, leading_root(plan)) for plan in plans(db, job, assignments)]
     return [
         each for plan, root in roots_of_plans if root is not None for each in lineage(plan, root.node)
     ]
+
+
+def plans(
+    db: Transaction, job: str, assignments: Sequence[AssignmentRecord]
+) -> list[Sequence[AssignmentRecord]]:
+    """Return the assignments of each plan that a job had, newest first."""
+    earlier = db.assignments.of_earlier_plans(job)
+    attempts = sorted({each.attempt for each in earlier}, reverse=True)
+    return [assignments, *([e for e in earlier if e.attempt == attempt] for attempt in attempts)]
 
 
 def _newest(db: Transaction, chain: Sequence[AssignmentRecord], kind: type[Stored]) -> Stored | None:
@@ -215,7 +262,10 @@ def _best(db: Transaction, job: str) -> BestView | None:
     return BestView(cluster=cluster, epoch=best.epoch, metric=best.metric, value=best.value)
 
 
-def _progress(db: Transaction, record: JobRecord, chain: Sequence[AssignmentRecord]) -> JobProgress:
+def _progress(
+    db: Transaction, record: JobRecord, assignments: Sequence[AssignmentRecord]
+) -> JobProgress:
+    chain = history(db, record.id, assignments)
     last = _last_loss(db, chain)
     validation = _newest(db, chain, ValidationRecord)
     pace = _newest(db, chain, PaceRecord) or PaceRecord(0, None, None, None)
@@ -225,7 +275,7 @@ def _progress(db: Transaction, record: JobRecord, chain: Sequence[AssignmentReco
         # A prediction: a run of examples/digits made 440 updates of 438.
         total_updates=None if pace.updates is None else max(pace.updates, updates),
         epoch=0 if last is None else last.epoch + 1,
-        samples_per_second=pace.samples_per_second,
+        samples_per_second=_rate(db, record, assignments),
         seconds_left=None if record.state.is_final else pace.seconds_left,
         metric="" if validation is None else validation.name,
         metrics={} if validation is None else validation.metrics,
@@ -238,9 +288,26 @@ def _progress(db: Transaction, record: JobRecord, chain: Sequence[AssignmentReco
     )
 
 
-def _memory(db: Transaction, job: str, held: Sequence[AssignmentRecord]) -> dict[str, MemoryView]:
-    """Return the memory of the nodes of a job, by assignment."""
-    stages = db.assignments.stages(job)
+def _rate(db: Transaction, record: JobRecord, assignments: Sequence[AssignmentRecord]) -> float | None:
+    """Return the samples per second of all clusters, while a job trains of those that are at work.
+
+    ``None``: none is known.
+    """
+    at_work = clusters_at_work(assignments)
+    paces = (
+        _newest(db, lineage(assignments, root.node), PaceRecord)
+        for root in roots(assignments)
+        if record.state.is_final or root.cluster in at_work
+    )
+    rates = [pace.samples_per_second for pace in paces if pace is not None]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known else None
+
+
+def _memory(
+    db: Transaction, held: Sequence[AssignmentRecord], stages: Mapping[str, AssignedStage]
+) -> dict[str, MemoryView]:
+    """Return the memory of nodes, by assignment."""
     offers = {each.id: each.offer.ram for each in db.providers.chosen({each.provider for each in held})}
     return {
         each.id: MemoryView(
@@ -258,11 +325,11 @@ def _assignment_view(
     assignment: AssignmentRecord,
     names: Mapping[str, str],
     memory: MemoryView | None,
-    *,
-    with_records: bool,
+    stage: AssignedStage | None,
 ) -> AssignmentView:
-    phases = db.telemetry.newest(assignment.id, PhaseRecord) if with_records else []
-    queues = db.telemetry.newest(assignment.id, QueueRecord) if with_records else []
+    """Return an assignment as its requester sees it; with ``stage``, also its newest records."""
+    phases = db.telemetry.newest(assignment.id, PhaseRecord) if stage else []
+    queues = db.telemetry.newest(assignment.id, QueueRecord) if stage else []
     return AssignmentView(
         provider=assignment.provider,
         provider_name=names.get(assignment.provider, assignment.provider),
@@ -271,6 +338,7 @@ def _assignment_view(
         role=assignment.role,
         phase=assignment.phase,
         generation=assignment.generation,
+        stage=None if stage is None else stage.number,
         worker_phase=phases[0] if phases else None,
         queue=queues[0] if queues else None,
         memory=memory,
@@ -289,6 +357,7 @@ def _clusters(db: Transaction, assignments: Sequence[AssignmentRecord]) -> tuple
                 validation=_newest(db, chain, ValidationRecord),
                 round=_newest(db, chain, RoundRecord),
                 timings=next((each for each in timings if each), ()),
+                pace=_newest(db, chain, PaceRecord),
             )
         )
     return tuple(found)

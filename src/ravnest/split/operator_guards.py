@@ -238,36 +238,9 @@ def _sum_of_products(self: Tensor, batch1: Tensor, batch2: Tensor, *_: Any, **__
     )
 
 
-def _finite(self: Tensor, *_: Any, **__: Any) -> None:
-    """Refuse NaN and infinity, on which the library of linear algebra fails."""
-    require(bool(torch.isfinite(self.detach()).all()), "the matrix has values that are not finite")
-
-
 def _power(self: Tensor, n: int) -> None:
     """Bound the exponent: the lowest integer has no absolute value, and its power does not end."""
     require(abs(n) <= _LARGEST_EXPONENT, f"the exponent is not within {_LARGEST_EXPONENT}")
-
-
-def _polygamma(*args: Any, **kwargs: Any) -> None:
-    """Refuse values far below 0, from which the kernel counts up in steps of one."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            _steps_to_zero(value)
-
-
-def _polygamma_in_place(self: Tensor, n: int) -> None:
-    """Refuse a tensor with overlapping elements too, which become any value while it is computed."""
-    _polygamma(self)
-    require(torch._debug_has_internal_overlap(self) == 0, "the elements of the tensor may overlap")
-
-
-def _zeta(self: Any, other: Any) -> None:
-    _steps_to_zero(torch.as_tensor(other))
-
-
-def _steps_to_zero(values: Tensor) -> None:
-    low = not values.is_complex() and bool((values.detach() < -_MOST_STEPS).any())
-    require(not low, f"there are values below {-_MOST_STEPS}")
 
 
 def _binomial(count: Tensor, prob: Tensor, generator: None = None) -> None:
@@ -354,9 +327,6 @@ _LARGEST_STRIDE = 1 << 12
 
 _LARGEST_EXPONENT = 1 << 31
 
-_MOST_STEPS = 10_000
-"""Steps that the zeta function may take for an element."""
-
 _MOST_REPETITIONS = 1 << 31
 """Bound of the repetitions of one item; their sum over all items of a tensor fits into 64 bits."""
 
@@ -408,12 +378,7 @@ GUARDS: dict[str, Guard] = {
     "scaled_dot_product_attention": _attention,
     **PIECE_GUARDS,
     "addbmm_": _sum_of_products,
-    "linalg_eigvals": _finite,
     "binomial": _binomial,
-    "polygamma": _polygamma,
-    "special_polygamma": _polygamma,
-    "polygamma_": _polygamma_in_place,
-    "special_zeta": _zeta,
     "matrix_power": _power,
     "linalg_matrix_power": _power,
     "repeat_interleave": _repeat,

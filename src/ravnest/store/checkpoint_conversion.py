@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +62,22 @@ def convert_checkpoints(
     *,
     start: EpochStart | None = None,
     mean: Mean | None = None,
+    same_job: bool = True,
 ) -> list[CheckpointManifest]:
     """Write a checkpoint of each stage of a new cluster; return their manifests.
 
     ``stages`` are all stages of one cluster, in order. ``start``: the data of the cluster is not that of
     the old one, so that an epoch begins anew. ``mean``: the weights are those of several clusters,
-    everything else is that of ``old``. ``StageFormatError`` if the checkpoints are not of this model;
-    nothing is written then.
+    everything else is that of ``old``. ``same_job``: the newest results of the old cluster belong to
+    the new one's job, which reports them again. ``StageFormatError`` if the checkpoints are not of this
+    model; nothing is written then.
     """
     if [stage.spec.index for stage in stages] != list(range(stages[0].spec.count)):
         raise StageFormatError("a conversion needs all stages of the new cluster, in order")
     with ExitStack() as stack:
         progress = cluster_progress([checkpoint.manifest for checkpoint in old.stages])
+        if not same_job:
+            progress = replace(progress, recent=None)
         state = ClusterState(old, progress, stack)
         contents = [_contents_of(state, stage.spec) for stage in stages]
         state.check_all_used()

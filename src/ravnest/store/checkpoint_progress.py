@@ -6,6 +6,7 @@ stage has the settings of its optimizer and scheduler, which must be the same ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,8 @@ class CutProgress:
     """Plain values of the optimizer by weight, for each stage."""
     averaging_samples: int = 0
     """Samples since the last average with other clusters."""
+    recent: Any = None
+    """Newest results of the Root, to be reported again."""
 
     def of_stage(
         self,
@@ -63,6 +66,8 @@ class CutProgress:
         updates: dict[str, Any] = {"done": self.done, "scheduler_steps": 0}
         if fields is not None and self.optimizer is not None:
             updates |= {**self.optimizer, "fields": fields}
+            if start is not None:
+                updates |= _without_epoch(self.optimizer, again=start.epoch is None)
         root, validations = dict(self.root), self.validations
         if start is not None:
             root |= _EPOCH_BEGIN
@@ -78,6 +83,7 @@ class CutProgress:
                 "updates": updates,
                 # With other shares of the data, all clusters start from the same state.
                 "averaging_samples": self.averaging_samples if start is None else 0,
+                "recent": self.recent if index == 0 else None,
             }
         )
 
@@ -111,7 +117,17 @@ def cluster_progress(manifests: Sequence[CheckpointManifest]) -> CutProgress:
         next(iter(settings.values()), None),
         tuple(each.get("fields", {}) if index in trained else {} for index, each in enumerate(updates)),
         samples,
+        stages[0].get("recent"),
     )
+
+
+def _without_epoch(optimizer: Mapping[str, Any], *, again: bool) -> dict[str, Any]:
+    """Return the scheduler's progress at the beginning of an epoch; ``again``: it is the same one.
+
+    Its updates are then made again. The scheduler waits for them, so that it ends with the training.
+    """
+    ahead = optimizer["epoch_steps"] if again else 0.0
+    return {"scheduler_due": optimizer["scheduler_due"] - ahead, "epoch_steps": 0.0}
 
 
 def _decoded(manifest: CheckpointManifest) -> Mapping[str, Any]:
@@ -143,10 +159,18 @@ def _settings(updates: Mapping[str, Any], stage: int) -> dict[str, Any]:
         {name: value for name, value in group.items() if name != _NAMES_OF_PARAMETERS}
         for group in groups
     ]
+    due, made = updates.get("scheduler_due", 0.0), updates.get("epoch_steps", 0.0)
+    if (
+        not all(isinstance(each, int | float) and math.isfinite(each) for each in (due, made))
+        or due >= 1
+    ):
+        raise StageFormatError(f"the checkpoint of stage {stage} is damaged: its scheduler")
     return {
         "groups": plain,
         "scheduler": updates.get("scheduler"),
         "scheduler_steps": updates.get("scheduler_steps", 0),
+        "scheduler_due": due,
+        "epoch_steps": made,
     }
 
 

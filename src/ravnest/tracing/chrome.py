@@ -29,14 +29,20 @@ _PASSES = frozenset({SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.WEIGHTS, Span
 _ROUNDS = frozenset({SpanKind.ROUND, SpanKind.COPY, SpanKind.EXCHANGE})
 
 
-def chrome_trace(traces: Sequence[NodeTrace]) -> dict[str, Any]:
-    """Return the document; times are those of the first node's clock."""
+def chrome_trace(traces: Sequence[NodeTrace], seconds: float | None = None) -> dict[str, Any]:
+    """Return the document; times are those of the first node's clock.
+
+    ``seconds``: only what ends in the last seconds of the run, by that clock.
+    """
     ordered = sorted(traces, key=lambda each: (each.node.cluster, each.node.stage, each.interval))
     offsets = clock_offsets(ordered)
     aligned = [
         NodeTrace(trace.node, tuple(s._replace(start=s.start - offset.ahead) for s in trace.spans))
         for trace, offset in zip(ordered, offsets, strict=True)
     ]
+    if seconds is not None:
+        end = max((trace.interval[1] for trace in aligned), default=0)
+        aligned = [trace.since(end - int(1e6 * seconds)) for trace in aligned]
     zero = min((trace.interval[0] for trace in aligned if trace.spans), default=0)
     events: list[Event] = []
     for row, (trace, offset) in enumerate(zip(aligned, offsets, strict=True)):

@@ -13,6 +13,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from operator import index
 from typing import Protocol
 
 from ravnest.tracing.spans import MESSAGES, PHASES, SpanKind, TraceSpan
@@ -76,12 +77,24 @@ class SpanRecorder:
         found, waiting, offset = [], self._recorded, self._offset
         for _ in range(len(waiting)):
             try:
-                kind, start, end, what, *others = waiting.popleft()
+                kind, start, end, what, first, second, peer, link, number, size = waiting.popleft()
             except IndexError:
                 break
             begin = (start + offset) // 1000
             length = (end + offset) // 1000 - begin
-            found.append(TraceSpan(int(kind), begin, length if length > 0 else 0, int(what), *others))
+            numbers = (
+                index(kind),
+                begin,
+                length if length > 0 else 0,
+                index(what),
+                first,
+                second,
+                peer,
+                link,
+                number,
+                size,
+            )
+            found.append(tuple.__new__(TraceSpan, numbers))  # half the time of ``TraceSpan(*numbers)``
         return found
 
 

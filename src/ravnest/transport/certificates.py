@@ -23,6 +23,11 @@ _CLOCK_SKEW = datetime.timedelta(days=1)
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104  # what a user writes for "this machine"
 
 
+def certificate_name(node: int, generation: int = 0) -> str:
+    """Return the name in the certificate of the machine that has this generation of a node."""
+    return f"node_{node}-g{generation}" if generation else f"node_{node}"
+
+
 @dataclass(frozen=True)
 class Identity:
     """A certificate and its private key, as PEM."""

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from ravnest.errors import RefusedError, WireError
 from ravnest.transport.base import Admit
+from ravnest.transport.certificates import certificate_name
 from ravnest.transport.link import FrameLink
 from ravnest.transport.link_secret import LONGEST_NONCE, is_proof, new_nonce, proof
 from ravnest.wire import envelope
@@ -65,10 +66,9 @@ def answer(
     head = _first_hello(frame)
     if isinstance(head, HelloRefused):
         return head
-    if certified is not None and certified != f"node_{head.node}":
-        return HelloRefused(
-            f"you claim to be node_{head.node}, but your certificate belongs to {certified}"
-        )
+    claimed = certificate_name(head.node, head.generation)
+    if certified is not None and certified != claimed:
+        return HelloRefused(f"you claim to be {claimed}, but your certificate belongs to {certified}")
     if len(head.session) > _LONGEST_SESSION:
         return HelloRefused("your Hello is unreadable: its session is too long")
     try:
@@ -100,7 +100,8 @@ def _first_hello(frame: bytes) -> Hello | HelloRefused:
 
 def _answer_known(link: FrameLink, hello: Hello) -> Greeting | HelloRefused:
     """Answer a peer that continues a link."""
-    if (hello.node, hello.plan) != (link.peer.node, link.peer.plan):
+    peer = link.peer
+    if (hello.node, hello.generation, hello.plan) != (peer.node, peer.generation, peer.plan):
         return HelloRefused(f"the link that you continue belongs to node_{link.peer.node}")
     return Greeting(hello, link.local, link)
 

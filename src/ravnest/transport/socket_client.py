@@ -13,6 +13,7 @@ from msgspec import structs
 
 from ravnest.errors import LinkClosedError, RelayError, WireError, WrongCertificateError
 from ravnest.relay.heads import HeadReader, RelayMethod, parse_answer, request
+from ravnest.transport.certificates import certificate_name
 from ravnest.transport.frame_socket import FrameSocket
 from ravnest.transport.handshake import LARGEST_HELLO, DialHandshake, hello_frame
 from ravnest.transport.link import FrameLink
@@ -85,9 +86,16 @@ def _open(stream: FrameSocket, request: DialRequest, deadline: float) -> FrameLi
     stream.start()
     if request.route.endpoint is not None:
         pass_relay(stream.socket, request.route, deadline)
-    if request.credentials is not None:
-        _secure(stream, request, request.credentials, deadline)
-    return request.open_link(_greet(stream, request, deadline))
+    if request.credentials is None:
+        return request.open_link(_greet(stream, request, deadline))
+    certified = _secure(stream, request, request.credentials, deadline)
+    hello = _greet(stream, request, deadline)
+    claimed = certificate_name(hello.node, hello.generation)
+    if request.expect is not None and certified != claimed:
+        raise WrongCertificateError(
+            f"{request.route} claims to be {claimed}, but its certificate belongs to {certified[:100]!r}"
+        )
+    return request.open_link(hello)
 
 
 def pass_relay(connection: socket.socket, route: Route, deadline: float) -> None:
@@ -112,18 +120,20 @@ def pass_relay(connection: socket.socket, route: Route, deadline: float) -> None
         raise RelayError(_RELAY_ANSWERS.get(status, f"the relay answers with code {status}"))
 
 
-def _secure(
-    stream: FrameSocket, request: DialRequest, credentials: Credentials, deadline: float
-) -> None:
-    """Encrypt the connection; ``WrongCertificateError`` if another machine answers."""
+def _secure(stream: FrameSocket, request: DialRequest, credentials: Credentials, deadline: float) -> str:
+    """Encrypt the connection, and return the name in the peer's certificate.
+
+    ``WrongCertificateError`` if another machine answers.
+    """
     whose = "a node" if request.expect is None else f"node_{request.expect}"
     missing = f"{request.route} has no certificate of {whose} of this plan"
     try:
         name = stream.secure(dialling_context(credentials), deadline, listens=False)
     except ssl.SSLCertVerificationError as error:
         raise WrongCertificateError(f"{missing}: {tls_reason(error)}") from error
-    if request.expect is not None and name != whose:
+    if request.expect is not None and name.partition("-")[0] != whose:
         raise WrongCertificateError(f"{missing}: it belongs to {name[:100]!r}")
+    return name
 
 
 def _greet(stream: FrameSocket, request: DialRequest, deadline: float) -> Hello:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ravnest import host
 from ravnest.deadlines import LINK_HELLO
 from ravnest.errors import LinkClosedError, RefusedError, WireError
 from ravnest.transport.base import Admit
@@ -25,6 +26,8 @@ from ravnest.wire.frames import largest_frame
 from ravnest.wire.header import Limits
 from ravnest.wire.messages import HelloRefused
 
+_ACCEPT_PAUSE = 0.5
+"""Seconds until connections are accepted again, after the system had no room for one."""
 _FAREWELL_SECONDS = 1.0
 """Time for a refused peer to read the reason."""
 
@@ -58,6 +61,7 @@ class SocketListener:
         self._strangers: dict[FrameSocket, None] = {}
         """Connections of peers that are not admitted yet, the oldest first."""
         self._streams: set[FrameSocket] = set()
+        self._stopped = threading.Event()
 
     def start(self, address: Address) -> int:
         """Listen, and return the port."""
@@ -71,6 +75,7 @@ class SocketListener:
 
     def stop(self) -> None:
         """Stop listening and end open streams."""
+        self._stopped.set()
         if self._listening is not None:
             with suppress(OSError):
                 self._listening.shutdown(socket.SHUT_RDWR)  # otherwise accept() goes on
@@ -86,8 +91,10 @@ class SocketListener:
                 connected, where = listening.accept()
             except ConnectionAbortedError:
                 continue
-            except OSError:
-                return
+            except OSError as error:  # all descriptors are in use, unless it was stopped
+                if self._pause(host.explained(error)):
+                    return
+                continue
             stream = FrameSocket(connected)
             with self._lock:
                 self._strangers[stream] = None
@@ -96,9 +103,28 @@ class SocketListener:
                     del self._strangers[oldest]
             if oldest is not None:  # strangers who say nothing must not keep peers out
                 oldest.hang_up()
-            threading.Thread(
+            reader = threading.Thread(
                 target=self._serve, args=(stream, str(where[0])), name="ravnest link reader", daemon=True
-            ).start()
+            )
+            try:
+                reader.start()
+            except RuntimeError as error:  # the system has no room for another thread
+                self._forget(stream)
+                if self._pause(str(error)):
+                    return
+
+    def _pause(self, reason: str) -> bool:
+        """Wait until strangers have left, and return False; True if this listener was stopped."""
+        if self._stopped.is_set():
+            return True
+        logger.warning("a connection was not accepted: %s", reason)
+        return self._stopped.wait(_ACCEPT_PAUSE)
+
+    def _forget(self, stream: FrameSocket) -> None:
+        with self._lock:
+            self._strangers.pop(stream, None)
+            self._streams.discard(stream)
+        stream.close()
 
     def _serve(self, stream: FrameSocket, peer: str) -> None:
         """Answer the Hello of a peer, then read what it sends; ``peer`` is its address."""
@@ -114,10 +140,7 @@ class SocketListener:
         except OSError:  # the peer has ended the connection
             return
         finally:
-            with self._lock:
-                self._strangers.pop(stream, None)
-                self._streams.discard(stream)
-            stream.close()
+            self._forget(stream)
 
     def _greet(self, stream: FrameSocket) -> SocketConnection | HelloRefused | None:
         """Return the connection of a peer that is admitted, a refusal, or None if the peer is gone."""

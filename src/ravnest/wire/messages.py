@@ -415,6 +415,8 @@ class ResumeOffer(Head, frozen=True):
     """A node wants to continue the newest run, whichever it is."""
     lost: str = ""
     """Reason for which a node left that run."""
+    made: int = 0
+    """Updates that nodes of these had made in that run; the most of them."""
 
 
 class ResumeFrom(Head, frozen=True):

@@ -41,6 +41,9 @@ SYSTEM_FOLDERS = (
     "/dev/urandom",
 )
 """Shared libraries, and files that describe the machine and the process itself."""
+PREFIX_PARTS = ("bin", "lib", "lib32", "lib64", "pyvenv.cfg", "ssl")
+"""Parts of a prefix of Python that a process needs. A virtual environment can be a folder with other
+files too, for example a project that was made one with ``python -m venv .``."""
 DEVICES = ("/dev/null", "/dev/zero")
 """Devices that may be read and written."""
 
@@ -57,12 +60,13 @@ class FilePolicy:
 def python_folders(
     path: Sequence[str], prefixes: Iterable[str], home: str, libraries: str = ""
 ) -> list[str]:
-    """Return the folders of a Python installation: its prefixes, its import path and libraries.
+    """Return the folders of a Python installation: in its prefixes, its import path and libraries.
 
     ``libraries`` is the value of ``LD_LIBRARY_PATH``. A folder that contains the owner's home is left
     out: an import path can be anything, and a worker must not read the home.
     """
-    found = [*prefixes, *(each for each in path if each), *filter(None, libraries.split(os.pathsep))]
+    parts = [str(Path(prefix, part)) for prefix in prefixes for part in PREFIX_PARTS]
+    found = [*parts, *(each for each in path if each), *filter(None, libraries.split(os.pathsep))]
     kept = (each for each in found if not Path(os.path.realpath(home)).is_relative_to(_real(each)))
     return list(dict.fromkeys(kept))
 

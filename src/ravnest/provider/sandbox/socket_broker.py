@@ -98,6 +98,8 @@ class SocketBroker:
                 failure = self._answer(call, arguments, memory)
             except OSError as error:
                 failure = error.errno or errno.EACCES
+            except (OverflowError, ValueError):  # numbers that no call can have
+                failure = errno.EINVAL
             answer = bytearray(_ANSWER.pack(number, 0, -failure, 0))
             try:
                 kernel.control(listener, _SEND, answer)

@@ -59,11 +59,17 @@ class CheckpointPolicy:
     def due_after_epoch(self, update: int, now: float) -> bool:
         """Return whether a checkpoint follows the end of an epoch."""
         self.slowdown.interrupt()
+        return self._is_due_after_epoch(now) and self._take(update, now)
+
+    def postpone_after_epoch(self, now: float) -> None:
+        """Take the checkpoint of the end of an epoch, if one is due, after the next update."""
+        self.slowdown.interrupt()
+        self.wanted = self.wanted or self._is_due_after_epoch(now)
+
+    def _is_due_after_epoch(self, now: float) -> bool:
         if self._waits(now):
             return False
-        if self.wanted or now - self.last_time >= max(_LEAST_SECONDS, self._pause()):
-            return self._take(update, now)
-        return False
+        return self.wanted or now - self.last_time >= max(_LEAST_SECONDS, self._pause())
 
     def resume(self, update: int, phase: int) -> None:
         """Continue from a checkpoint; the next one waits until this one has its replicas again."""

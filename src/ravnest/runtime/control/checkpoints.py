@@ -17,8 +17,9 @@ from ravnest.deadlines import BLOCK_WRITTEN, LINK_CLOSE
 from ravnest.errors import RavnestError, StageFormatError
 from ravnest.runtime.control.rendezvous import Links
 from ravnest.runtime.control.replica_pacer import ReplicaPacer
+from ravnest.runtime.control.replica_receiver import ReplicaReceiver
 from ravnest.runtime.control.replica_sender import ReplicaSender
-from ravnest.runtime.control.state_blocks import BlockReader, BlockWriter, ExpectedFile, SentFile
+from ravnest.runtime.control.state_blocks import BlockReader, SentFile
 from ravnest.runtime.control.stored_checkpoints import StoredCheckpoints
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.stage_state import capture, restore
@@ -97,9 +98,7 @@ class Checkpoints:
         self._replicas = {
             stage: CheckpointFolder(self._own.path / f"replica_of_stage_{stage}") for stage in neighbours
         }
-        self._writers: dict[int, BlockWriter] | None = {}
-        """Files that arrive, by the stage that sends them; None: closed."""
-        self._receiving = threading.Lock()
+        self._arriving = ReplicaReceiver(spec, self._own, self._replicas, lambda: self._complete)
         self._links = Links()
         self._acknowledged: SentFile | None = None
         """Newest checkpoint of which the neighbour has a replica."""
@@ -157,10 +156,7 @@ class Checkpoints:
             self._thread.join(LINK_CLOSE)
         with self._adding:
             self._abandoned = True
-        with self._receiving:
-            writers, self._writers = self._writers or {}, None
-            for writer in writers.values():
-                writer.abandon()
+        self._arriving.close()
 
     # Before training
 
@@ -319,7 +315,7 @@ class Checkpoints:
         """
         match message.head:
             case StateBlock() as head:
-                return self._take_block(link, head, message)
+                return self._arriving.take(link, head, message)
             case ReplicaStored(checkpoint=checkpoint, problem=problem):
                 self._replica_settled(checkpoint, problem)
             case CheckpointStored() as outcome if link is self._links.next:
@@ -330,46 +326,12 @@ class Checkpoints:
                 self._keep(checkpoint)
         return None
 
-    def _take_block(self, link: Link, head: StateBlock, message: Message) -> CheckpointManifest | None:
-        """Write a block of a replica or, with ``restore``, of this node's own state."""
-        spec = self._spec
-        sender = link.peer.stage
-        stage = spec.stage if head.restore else sender
-        if head.stage != stage or sender not in self._replicas:
-            logger.warning("node_%d sent the state of stage %d; ignored", link.peer.node, head.stage)
-            return None
-        try:
-            with self._receiving:
-                if self._writers is None:
-                    return None
-                manifest = self._writer(self._writers, sender, head).take(message)
-        except (StageFormatError, OSError) as error:
-            if head.restore:
-                raise
-            try_send(link, ReplicaStored(head.stage, head.checkpoint, f"{error}"[:1000]))
-            return None
-        if manifest is not None and not head.restore:
-            try_send(link, ReplicaStored(head.stage, head.checkpoint))
-        return manifest
-
-    def _writer(self, writers: dict[int, BlockWriter], sender: int, head: StateBlock) -> BlockWriter:
-        """Return the writer of a block.
-
-        A neighbour restores before it sends replicas, so that one writer per neighbour suffices.
-        """
-        writer = writers.get(sender)
-        if writer is None or head.offset == 0:
-            if writer is not None:
-                writer.abandon()
-            spec, folder = self._spec, self._own if head.restore else self._replicas[sender]
-            expected = ExpectedFile(spec.plan, spec.cluster, head.stage, spec.stages)
-            writer = writers[sender] = BlockWriter(folder, expected, lambda: self._complete)
-        return writer
-
     def _replica_settled(self, checkpoint: CheckpointId, problem: str = "") -> None:
         """Note that a neighbour has a replica, or why not; the checkpoint is as safe as it can be."""
         with self._stored:
             sending = self._sending
+            if problem:  # the neighbour's copy may be damaged: the next replica does without it
+                self._acknowledged = None
             if sending is None or sending.checkpoint != checkpoint:
                 return
             self._sending = None
@@ -403,18 +365,31 @@ class Checkpoints:
 
     def _keep(self, checkpoint: CheckpointId) -> None:
         """Keep a checkpoint that all nodes have, and tell the nodes behind."""
-        self._complete = checkpoint
+        with self._stored:
+            self._complete = checkpoint
+            self._stored.notify_all()
         if self._links.next is not None:
             try_send(self._links.next, CheckpointComplete(checkpoint))
 
-    def wait_for_next(self, ask: Callable[[], None], timeout: float) -> bool:
-        """Call ``ask`` and wait for a checkpoint that outlives this node; return False on a timeout."""
+    def wait_for_next(self, ask: Callable[[], None], timeout: float, made: int) -> bool:
+        """Call ``ask`` and wait for a checkpoint that outlives this node; return False on a timeout.
+
+        Other nodes drop a checkpoint that they have not stored when this one leaves, so that all must
+        have it. ``made``: updates made here; nothing is asked if the newest checkpoint has them all.
+        """
         with self._stored:
+            saved = self._saved
+            if saved is not None and saved.update == made and self._outlasting() == saved:
+                return True
             begun = None if self._decision is None else self._decision.checkpoint
-            before = max(each or BEGINNING for each in (self._saved, self._safe, begun))
+            before = max(each or BEGINNING for each in (saved, self._safe, begun))
             ask()
             self._hurry.set()
-            return self._stored.wait_for(lambda: (self._safe or BEGINNING) > before, timeout)
+            return self._stored.wait_for(lambda: self._outlasting() > before, timeout)
+
+    def _outlasting(self) -> CheckpointId:
+        """Return the newest checkpoint that outlives this node and that all nodes have."""
+        return min(self._safe or BEGINNING, self._complete or BEGINNING)
 
     # The thread
 
@@ -488,4 +463,6 @@ class Checkpoints:
         sender = ReplicaSender(link, others, self._pacer, self._hurry, lambda: self._sending is reader)
         for block in reader.messages(restore=False):
             if not sender.send(block):
+                if self._sending is reader:  # it is not that a newer one has ended it
+                    self._replica_settled(manifest.id, f"node_{link.peer.node} does not receive it")
                 return

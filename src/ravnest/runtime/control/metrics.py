@@ -65,5 +65,6 @@ class MetricsObserver:
         if report.timings:
             self._telemetry.timings(report.timings)
         if self._tuner is not None and (change := self._tuner.add(report, self._progress.clock())):
-            self._progress.state.window = self._tuner.current
+            self._progress.state.window = change.parts
             self._progress.say(f"{self._progress.state.role}: {change}")
+            self._telemetry.schedule("sync", change.parts, change.reason)

@@ -78,6 +78,19 @@ def stage_times(now: Measured, before: Measured | None = None) -> list[StageTime
     ]
 
 
+@dataclass(frozen=True)
+class MicrobatchChange:
+    """New number of micro-batches per batch."""
+
+    parts: int
+    reason: str
+    """Why it was chosen, as a sentence for the user."""
+
+    def __str__(self) -> str:
+        count = "1 micro-batch" if self.parts == 1 else f"{self.parts} micro-batches"
+        return f"{count} per batch from now on: {self.reason}"
+
+
 class MicrobatchTuner:
     """Number of micro-batches per batch, by measured times.
 
@@ -93,9 +106,12 @@ class MicrobatchTuner:
         """Measurement with the number before."""
         self._choices = 0
         self._timings: list[tuple[StageTiming, ...]] = []
-        self._began: float | None = None
+        self._since: float | None = None
+        """End of the last batch; None after an interruption, whose next batch is not measured."""
         self._batches = 0
-        """Batches since the measurement began."""
+        """Batches that are measured."""
+        self._seconds = 0.0
+        """Time that they took."""
         self._over = False
 
     @property
@@ -112,40 +128,40 @@ class MicrobatchTuner:
         return replace(split, rows=-(-self._size // self._parts), count=None).parts(size)
 
     def pause(self) -> None:
-        """Measure anew after an interruption of the training."""
-        self._timings, self._began, self._batches = [], None, 0
+        """Leave an interruption of the training out of the measurement, and the batch after it."""
+        self._since = None
 
-    def add(self, report: MicrobatchReport, now: float) -> str | None:
-        """Take the times of a micro-batch; return a sentence for the user if the number changes."""
+    def add(self, report: MicrobatchReport, now: float) -> MicrobatchChange | None:
+        """Take the times of a micro-batch; return the change if the number changes."""
         if self._over or (report.parts, report.batch_size) != (self._parts, self._size):
             return None
-        if self._began is not None and report.timings:
+        if self._since is not None and report.timings:
             self._timings.append(report.timings)
         if report.part + 1 < report.parts:
             return None
-        if self._began is None:
-            self._began = now
+        since, self._since = self._since, now
+        if since is None:
             return None
         self._batches += 1
+        self._seconds += now - since
         if self._batches < LEAST_BATCHES or not self._timings:
             return None
-        return self._choose(self._measured(now))
+        return self._choose(self._measured())
 
-    def _measured(self, now: float) -> Measured:
-        assert self._began is not None
+    def _measured(self) -> Measured:
         columns = list(zip(*self._timings, strict=True))
         return Measured(
             parts=self._parts,
             stages=tuple(median(t.forward + t.backward + t.weights for t in own) for own in columns),
             links=tuple(_links(columns)),
-            batch=(now - self._began) / self._batches,
+            batch=self._seconds / self._batches,
         )
 
-    def _choose(self, measured: Measured) -> str | None:
+    def _choose(self, measured: Measured) -> MicrobatchChange | None:
         before = self._before
         if before is not None and measured.batch > FASTER * before.batch:
             self._over = True
-            return self._change(before.parts, "more were not faster")
+            return self._change(before.parts, f"{measured.parts} were not faster")
         computing = measured.parts * sum(measured.stages)
         self._over = self._choices == CHOICES or computing < LEAST_SECONDS
         if self._over:
@@ -158,12 +174,14 @@ class MicrobatchTuner:
             return None
         self._choices += 1
         self._before = measured
-        return self._change(chosen, "by measured times of stages and links")
+        return self._change(
+            chosen, f"faster than {measured.parts}, by the measured times of stages and links"
+        )
 
-    def _change(self, parts: int, reason: str) -> str:
+    def _change(self, parts: int, reason: str) -> MicrobatchChange:
         self._parts = parts
-        self.pause()
-        return f"{parts} micro-batches per batch from now on, {reason}"
+        self._timings, self._since, self._batches, self._seconds = [], None, 0, 0.0
+        return MicrobatchChange(parts, reason)
 
 
 def _links(columns: Sequence[Sequence[StageTiming]]) -> Iterator[tuple[float, float]]:

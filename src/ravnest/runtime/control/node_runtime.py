@@ -13,15 +13,17 @@ from ravnest.averaging.outcome import RoundOutcome
 from ravnest.averaging.ports import AveragingConfig
 from ravnest.averaging.service import AveragingService
 from ravnest.deadlines import LINK_CLOSE, ROOTS_RETURN
-from ravnest.errors import RunError, RunInterruptedError, SettingsError, StageInputError
+from ravnest.errors import RunError, RunInterruptedError, SettingsError
 from ravnest.logs.record_stream import launched_sink
 from ravnest.runtime.batch_parts import BatchSplit
 from ravnest.runtime.control.checkpoints import Checkpoints
 from ravnest.runtime.control.ended_training import EndedTraining
+from ravnest.runtime.control.loss_checks import chunk_loss, loss_split
 from ravnest.runtime.control.metric_files import ACCURACIES, MetricFile, name_for
 from ravnest.runtime.control.metrics import MetricsObserver
 from ravnest.runtime.control.microbatch_tuner import MicrobatchTuner
 from ravnest.runtime.control.progress import ProgressLine, RunState
+from ravnest.runtime.control.recent_records import decoded_records
 from ravnest.runtime.control.rendezvous import Links, Rendezvous
 from ravnest.runtime.control.resume_exchange import (
     Recovery,
@@ -36,7 +38,7 @@ from ravnest.runtime.control.root_controller import (
     RootController,
 )
 from ravnest.runtime.control.run_status import RunStatus
-from ravnest.runtime.control.runtime_config import RuntimeConfig
+from ravnest.runtime.control.runtime_config import DELAY_WARNING, RuntimeConfig
 from ravnest.runtime.control.telemetry_reporter import TelemetryReporter, Traffic
 from ravnest.runtime.control.trained_stages import TrainedStages
 from ravnest.runtime.random_state import RandomState
@@ -45,7 +47,7 @@ from ravnest.runtime.schedule.progress import StageTraits
 from ravnest.runtime.stage.averaging_adapter import AveragingAdapter
 from ravnest.runtime.stage.execution import StageExecution
 from ravnest.runtime.stage.inbox import WorkerInbox
-from ravnest.runtime.stage.leaf import Leaf, start_chunks
+from ravnest.runtime.stage.leaf import Leaf
 from ravnest.runtime.stage.microbatches import RootCut
 from ravnest.runtime.stage.spot_checks import ForwardChecks
 from ravnest.runtime.stage.validation_metrics import LOSS
@@ -68,12 +70,7 @@ from ravnest.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _OUTCOMES = 256
-DELAY_NOTE = (
-    "gradients may be one update late: training needs up to about 1.4 times the samples for the same "
-    'loss. schedule="sync" avoids this and is slower'
-)
-LOSS_ROWS = 6
-"""Samples with which the Leaf checks whether the loss allows to split a batch."""
+_CAUGHT_UP = ", then the other clusters' average if they have averaged since"
 
 
 class NodeRuntime:
@@ -127,6 +124,7 @@ class NodeRuntime:
                 sends_shared=self.execution.sends_shared,
                 clip=config.rule.clip is not None,
                 activation_limit=None if config.tunes_split else window,
+                delayed_limit=config.delayed_window,
             ),
         )
         leaf = self._make_leaf() if last else None
@@ -225,8 +223,8 @@ class NodeRuntime:
             self._checkpoints.start()
         self._worker.start(self._links)
         if self._leaf is not None:
-            self._chunk_loss(self._leaf)
-            answer = self._check_loss(self._leaf)
+            chunk_loss(config.spec, self.execution, self._leaf)
+            answer = loss_split(config, self.execution, self._leaf)
             self._worker.post(lambda: self._worker.report_loss_split(answer))
         if self._averaging is not None:
             self._averaging.start(self._links.previous, self._links.next)
@@ -265,7 +263,8 @@ class NodeRuntime:
         if self._averaging is not None:
             samples = 0 if progress is None else progress["averaging_samples"]
             newest = -1 if progress is None else progress.get("averaging_round", -1)
-            after_loss = progress is not None or bool(resumed.lost)
+            # A run that is continued without any checkpoint is not new either: others may be ahead.
+            after_loss = progress is not None or bool(resumed.lost) or self._wish.any_run
             self._averaging.continue_from(checkpoint.update, samples, newest, after_loss=after_loss)
         cut = RootCut(**progress["root"]) if progress is not None else NOTHING_DONE
         self.controller.resume(ResumePoint(resumed.run, checkpoint.phase, checkpoint.update, cut))
@@ -273,6 +272,9 @@ class NodeRuntime:
             self._losses.resume(checkpoint.update)
             self._accuracies.resume(len(status.validations))
             self.telemetry.resume(len(status.validations))
+        if progress is not None:
+            done = checkpoint.update, len(status.validations)
+            status.recent.extend(decoded_records(progress.get("recent"), *done))
 
     @property
     def random_state(self) -> RandomState | None:
@@ -280,12 +282,21 @@ class NodeRuntime:
         progress = None if self.resumed is None else self.resumed.progress
         return None if progress is None or progress["root"] is None else progress["root"]["random"]
 
-    def report_recovery(self, lost: str, made: int, seconds: float) -> None:
+    def repeat_records(self) -> None:
+        """Report what the checkpoint has: the process that made it may not have reported all.
+
+        Only for a receiver that replaces what it has of the same update.
+        """
+        for record in tuple(self.status.recent):
+            self.telemetry.repeat(record)
+
+    def report_recovery(self, lost: str, seconds: float) -> None:
         """Show and report that training continues after the loss of a node (Root only)."""
         resumed = self.resumed
         assert resumed is not None
         update = resumed.checkpoint.update
-        record = RecoveryRecord(lost, update, max(made - update, 0), resumed.source, seconds)
+        source = resumed.source if self._averaging is None else f"{resumed.source}{_CAUGHT_UP}"
+        record = RecoveryRecord(lost, update, max(resumed.made - update, 0), source, seconds)
         self.progress.say(
             f"{self._config.spec.role}: training continues from {resumed.checkpoint}; "
             f"{record.repeated} updates are repeated; state: {record.source}"
@@ -309,13 +320,16 @@ class NodeRuntime:
         status.wait(lambda: status.calls_ended >= number or status.run_ended)
 
     def hand_over(self, timeout: float) -> bool:
-        """Ask for a last checkpoint and wait until it outlives this node; return False on a timeout."""
+        """Ask for a last checkpoint, and wait until all have it and it outlives this node.
+
+        Return False on a timeout.
+        """
         checkpoints, worker = self._checkpoints, self._worker
         if checkpoints is None:
             return False
         wanted = CheckpointWanted(self._config.spec.node)
         return checkpoints.wait_for_next(
-            lambda: worker.post(lambda: worker.want_checkpoint(wanted)), timeout
+            lambda: worker.post(lambda: worker.want_checkpoint(wanted)), timeout, self.status.updates
         )
 
     def abandon(self, reason: str) -> None:
@@ -341,7 +355,9 @@ class NodeRuntime:
         figures = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.progress.say(f"{role}: {title}{figures} on {result.samples} samples")
         self._accuracies.append(result.value)
-        self.telemetry.validation(result, epoch)
+        record = self.telemetry.validation(result, epoch)
+        with self.status.writing():
+            self.status.recent.append(record)
 
     def last_validation(self) -> ValidationResult | None:
         """Return the result of the last validation, if there was one."""
@@ -407,43 +423,22 @@ class NodeRuntime:
             received, sent = received + link.received_bytes, sent + link.sent_bytes
         return received, sent
 
-    def _check_loss(self, leaf: Leaf) -> LossSplit:
-        """Find out at the Leaf whether batches can be split without a change of the loss."""
-        if not self._config.may_split:
-            return LossSplit(False, self._config.spec.split_reason)
-        try:
-            return leaf.find_weighting(self.execution.passes.example_output, LOSS_ROWS)
-        except (StageInputError, RuntimeError, IndexError, ValueError) as error:
-            return LossSplit(False, f"the loss cannot be checked: {error}")
-
-    def _chunk_loss(self, leaf: Leaf) -> None:
-        """Compute logits and loss in chunks if the plan wants that; warn if it is not possible.
-
-        The Root starts no batch before it has the Leaf's answer about the loss.
-        """
-        count = self._config.spec.loss_chunks
-        reason = "" if count == 1 else start_chunks(self.execution, leaf, count)
-        if reason:
-            logger.warning(
-                "node_%d: the plan counts on logits and loss in %d chunks, but they are computed as a "
-                "whole: %s. The node needs more memory than planned; if it runs out of it, use smaller "
-                "batches or a node with more RAM",
-                self._config.spec.node,
-                count,
-                reason,
-            )
-
     def _choose_split(self, loss: LossSplit) -> BatchSplit:
         """Return the rule by which batches are split, and report it to the user."""
         split = self._config.batch_split(loss)
         config = self._config
         schedule = "async" if split.late else config.schedule
+        if split.late:
+            self.progress.state.window = config.delayed_window
         if warning := config.memory_warning(split):
             logger.warning("%s", warning)
         if config.spec.stages > 1:
-            reason = split.reason if schedule == "sync" else f"{split.reason}; {DELAY_NOTE}"
-            self.progress.say(f"{config.spec.role}: schedule {schedule}; {reason}")
-            self.telemetry.schedule(schedule, config.planned_parts(split), reason)
+            self.progress.say(f"{config.spec.role}: schedule {schedule}; {split.reason}")
+            self.telemetry.schedule(schedule, config.planned_parts(split), split.reason)
+            if schedule == "async":
+                # Once for a job: not by each cluster, and not again after the loss of a node.
+                is_new = config.spec.cluster == 0 and not (self.resumed and self.resumed.lost)
+                logger.log(logging.WARNING if is_new else logging.INFO, "%s", DELAY_WARNING)
         return split
 
     def _make_averaging(self, inbox: WorkerInbox) -> AveragingService:
@@ -453,9 +448,8 @@ class NodeRuntime:
         )
         rounds = None
         if spec.stage == 0:
-            rounds = AveragingConfig(
-                settings.averaging, config.reduce_factor, self._released, self._reported
-            )
+            callbacks = self._released, self._reported, self.telemetry.averaging
+            rounds = AveragingConfig(settings.averaging, config.reduce_factor, *callbacks)
         return AveragingService(
             spec,
             weights,

@@ -22,6 +22,7 @@ def merge_offers(own: ResumeOffer, following: ResumeOffer | None) -> ResumeOffer
         own.wanted or following.wanted,
         own.any_run or following.any_run,
         own.lost or following.lost,
+        max(own.made, following.made),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -44,6 +44,8 @@ class ResumeWish:
     """Reason for which the node left its run."""
     calls: int = 0
     """Calls of the script that ended before; at the Root."""
+    made: int = 0
+    """Updates that the node had made when it left the run."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class ResumedState:
     """Origin of the state of stages that lacked it, as a sentence."""
     lost: str = ""
     """Reason for which the run was interrupted; known at the Root."""
+    made: int = 0
+    """Updates made before, as far as nodes that have survived know; known at the Root."""
 
 
 @dataclass
@@ -128,17 +132,17 @@ class ResumeExchange:
         if links.previous is not None:
             links.previous.send(Message(StateLoaded()))
         self._done = True
-        lost = offer.lost if links.previous is None else ""
-        return ResumedState(
-            decision.run, decision.checkpoint, decision.calls, progress, _origin(decision), lost
+        state = ResumedState(
+            decision.run, decision.checkpoint, decision.calls, progress, _origin(decision)
         )
+        return replace(state, lost=offer.lost, made=offer.made) if links.previous is None else state
 
     def _offer(self, wish: ResumeWish) -> ResumeOffer:
         held = {}
         if self.checkpoints is not None:
             self.checkpoints.clean()
             held = self.checkpoints.held()
-        return ResumeOffer(held, wish.run, wish.any_run, wish.lost)
+        return ResumeOffer(held, wish.run, wish.any_run, wish.lost, wish.made)
 
     def _load(self, links: Links, decision: ResumeFrom, deadline: float) -> Any:
         """Bring the stage to the chosen checkpoint; send replicas to those that lack their state."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from ravnest.deadlines import FINAL_CHECKPOINT
+from ravnest.deadlines import FINAL_CHECKPOINT, LAST_CHECKPOINT
 from ravnest.errors import DataError, RunError
 from ravnest.runtime.batch_parts import BatchSplit, part_sizes
 from ravnest.runtime.control.checkpoint_policy import CheckpointPolicy
@@ -127,6 +127,8 @@ class RootController:
         """Largest number of micro-batches of a batch so far."""
         self._updates = 0
         """Number of updates that the submitted micro-batches result in."""
+        self._departs = False
+        """A node is about to leave once it has a last checkpoint."""
 
     @property
     def phases(self) -> int:
@@ -212,6 +214,8 @@ class RootController:
         if self._is_skipped(begin):
             return MicrobatchId(begin.phase, self._batches)
         trains = begin.kind == "train"
+        if trains:
+            self._await_departure()
         parts = self._parts(size) if trains else 1
         cut = cut_rows(values, part_sizes(size, parts)) if parts > 1 else [values]
         if cut is None:
@@ -320,22 +324,38 @@ class RootController:
             assert averages.reduce_factor is not None
             if update % averages.reduce_factor == 0:  # the round follows; the next update has its result
                 return False
-        if self._status.checkpoint_wanted:
-            self._status.checkpoint_wanted, policy.wanted = False, True
+        self._take_wish(policy)
         policy.settled = self._status.checkpoints_settled
         return policy.due_after_update(update, time.monotonic())
+
+    def _take_wish(self, policy: CheckpointPolicy) -> None:
+        """Take note of a node that wants a last checkpoint before it leaves."""
+        if self._status.checkpoint_wanted:
+            with self._status.writing():
+                self._status.checkpoint_wanted = False
+            self._departs = policy.wanted = True
+
+    def _await_departure(self) -> None:
+        """Wait for a node that has its last checkpoint to leave: more updates would be repeated.
+
+        When it leaves, the run is interrupted, which ends the wait; another one may wish to leave too.
+        """
+        status = self._status
+        if self._departs and self._policy is not None and not self._policy.wanted:
+            self._departs = False
+            status.wait_for(lambda: status.checkpoint_wanted, LAST_CHECKPOINT)
 
     def _saves_after_epoch(self, begin: PhaseBegin) -> bool:
         policy, averages = self._policy, self._averages
         if policy is None or self._count == begin.first:
             return False
+        self._take_wish(policy)
         update = self._updates + (self._batches % self._update_frequency > 0)
         policy.settled = self._status.checkpoints_settled
-        due = policy.due_after_epoch(update, time.monotonic())
-        if due and averages is not None and averages.blocking and averages.reduce_factor is None:
-            policy.wanted = True  # the round follows; the next update has its result
+        if averages is not None and averages.blocking and averages.reduce_factor is None:
+            policy.postpone_after_epoch(time.monotonic())  # the next update has the round's result
             return False
-        return due
+        return policy.due_after_epoch(update, time.monotonic())
 
     def end_training(self, epoch: int, random: RandomState, call: int) -> None:
         """Average with the other clusters for the last time; make all nodes write a checkpoint.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ravnest.errors import RunError, RunInterruptedError
+from ravnest.runtime.control.recent_records import MOST_RECENT, RecentRecord
 from ravnest.types import MicrobatchId
 from ravnest.wire.messages import LossSplit, ValidationResult
 
@@ -49,6 +51,8 @@ class RunStatus:
         """Number of phases that are over in the newest of them; at the Root."""
         self.updates = 0
         """Number of updates made here."""
+        self.recent: deque[RecentRecord] = deque(maxlen=MOST_RECENT)
+        """Newest losses and validations; at the Root."""
         self.rounds = 0
         """Number of finished averaging rounds for which this cluster stopped training."""
         self.last_round_applied = False

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ravnest.errors import SettingsError
+from ravnest.plan.schedule_choice import DELAY_COST
 from ravnest.runtime.batch_parts import BatchSplit, part_sizes
 from ravnest.runtime.control.checkpoint_policy import CheckpointPolicy
 from ravnest.runtime.data import Criterion
@@ -22,6 +23,12 @@ from ravnest.types import Address, Schedule
 from ravnest.wire.messages import PROTOCOL, Hello, LossSplit
 
 logger = logging.getLogger(__name__)
+
+DELAY_WARNING = (
+    "the schedule is async, so that gradients may be one update late: training needs up to about "
+    f"{DELAY_COST:g} times the samples for the same loss. "
+    'schedule="sync" avoids this; each update then takes longer'
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,11 @@ class RuntimeConfig:
         return max(planned, 1 + MAX_DELAY[self.schedule])
 
     @property
+    def delayed_window(self) -> int:
+        """Batches in flight if gradients may be late contrary to the plan, in whose memory two fit."""
+        return self.settings.in_flight or 1 + MAX_DELAY["async"]
+
+    @property
     def kept(self) -> int | None:
         """Most micro-batches whose activations are kept at once: the user's choice, or the plan's."""
         spec, recompute = self.spec, self.settings.recompute
@@ -98,6 +110,8 @@ class RuntimeConfig:
             return BatchSplit(reason=spec.split_reason)
         if not loss.allowed:
             late = self.settings.schedule == "auto" and spec.schedule == "sync" and spec.delay_fits
+            # With one batch at a time, a delay would gain nothing.
+            late = late and self.delayed_window > 1
             return BatchSplit(reason=f"batches are not split: {loss.reason}", late=late)
         return BatchSplit(spec.microbatch_rows, smallest=smallest, reason=spec.split_reason)
 

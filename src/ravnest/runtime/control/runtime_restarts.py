@@ -49,10 +49,11 @@ class RuntimeRestarts:
         began = time.monotonic()
         runtime = self._open(config, wish, settings.connect_timeout, phases=0)
         resumed = runtime.resumed
-        if resumed is not None and resumed.lost and runtime.controller is not None:
-            # This Root takes the place of the one that was lost; its last update is not known.
-            made = resumed.checkpoint.update
-            runtime.report_recovery(resumed.lost, made, time.monotonic() - began)
+        if resumed is not None and runtime.controller is not None:
+            if settings.hands_over:  # to a server, which replaces what it has
+                runtime.repeat_records()
+            if resumed.lost:  # this Root takes the place of the one that was lost
+                runtime.report_recovery(resumed.lost, time.monotonic() - began)
         return runtime
 
     def recover(
@@ -71,13 +72,13 @@ class RuntimeRestarts:
         before, spec, timeout = lost.resumed, config.spec, config.settings.rejoin_timeout
         if before is None:
             raise error
-        began, made = time.monotonic(), lost.status.updates
+        began = time.monotonic()
         lost.progress.say(
             f"{spec.name} ({spec.role}): {error}. It waits up to {timeout:.0f} s and continues from the "
             "last checkpoint"
         )
         lost.abandon(str(error))
-        wish = ResumeWish(before.run, lost=str(error), calls=calls)
+        wish = ResumeWish(before.run, lost=str(error), calls=calls, made=lost.status.updates)
         try:
             runtime = self._open(config, wish, timeout, phases)
         except RunError as failure:
@@ -91,7 +92,7 @@ class RuntimeRestarts:
             runtime.close(reason)
             raise RunError(reason)
         if runtime.controller is not None:
-            runtime.report_recovery(str(error), made, time.monotonic() - began)
+            runtime.report_recovery(str(error), time.monotonic() - began)
         return runtime
 
     def _say_failed(self, config: RuntimeConfig, reason: str) -> None:

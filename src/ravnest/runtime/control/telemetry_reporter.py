@@ -7,17 +7,18 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from ravnest.averaging.outcome import RoundOutcome
 from ravnest.runtime.control.checkpoints import CheckpointReport
 from ravnest.runtime.control.progress import RunState
+from ravnest.runtime.control.recent_records import RecentRecord
 from ravnest.runtime.stage.observer import UpdateReport
 from ravnest.telemetry import (
     BestRecord,
     CheckpointRecord,
     CheckRecord,
-    LossRecord,
     PhaseName,
     PhaseRecord,
     QueueRecord,
@@ -70,6 +71,7 @@ class TelemetryReporter:
         self._timings: list[tuple[StageTiming, ...]] = []
         self._next_timings = 0.0
         self._next_queues = 0.0
+        self._queue = QueueRecord(0, 0, 0)
         self._next_work = 0.0
         self._samples = 0
         self._work: _Work | None = None
@@ -133,17 +135,13 @@ class TelemetryReporter:
 
     def update(self, update: UpdateReport) -> None:
         """Report the loss of an update."""
-        if self._sink is not None and update.loss is not None:
-            self._sink.emit(
-                LossRecord(
-                    update.number,
-                    update.epoch,
-                    finite(update.loss),
-                    update.batches * update.parts,
-                    update.staleness,
-                    None if update.learning_rate is None else finite(update.learning_rate),
-                )
-            )
+        if self._sink is not None and (record := update.loss_record) is not None:
+            self._sink.emit(record)
+
+    def repeat(self, record: RecentRecord) -> None:
+        """Report a result that the process which this Root replaces may not have reported."""
+        if self._sink is not None:
+            self._sink.emit(record)
 
     def pace(self, state: RunState, made: int) -> None:
         """Report the pace after ``made`` updates, at most once per interval."""
@@ -152,7 +150,7 @@ class TelemetryReporter:
             self._sink.emit(state.pace(made))
 
     def schedule(self, schedule: Schedule, microbatches: int, reason: str) -> None:
-        """Report the schedule of the run."""
+        """Report the schedule of the run, at its beginning and when it changes."""
         if self._sink is not None:
             self._sink.emit(ScheduleRecord(schedule, microbatches, reason))
 
@@ -160,7 +158,14 @@ class TelemetryReporter:
         """Report queue lengths, at most once per interval."""
         if self._sink is not None and (now := self._clock()) >= self._next_queues:
             self._next_queues = now + _INTERVAL
-            self._sink.emit(QueueRecord(in_flight, window, inbox))
+            self._queue = QueueRecord(in_flight, window, inbox, self._queue.averaging)
+            self._sink.emit(self._queue)
+
+    def averaging(self, is_open: bool) -> None:
+        """Report that an averaging round begins or ends, with the newest queue lengths."""
+        if self._sink is not None and self._queue.averaging != is_open:
+            self._queue = replace(self._queue, averaging=is_open)
+            self._sink.emit(self._queue)
 
     def work(self, update: UpdateReport, traffic: Callable[[], Traffic]) -> None:
         """Count an update and report the node's work; in the compute thread, whose time counts."""
@@ -193,13 +198,15 @@ class TelemetryReporter:
         for stage, costs in enumerate(zip(*collected, strict=True)):
             self._sink.emit(_mean(stage, costs))
 
-    def validation(self, result: ValidationResult, epoch: int) -> None:
-        """Report the result of a validation after ``epoch`` epochs of training."""
+    def validation(self, result: ValidationResult, epoch: int) -> ValidationRecord:
+        """Report the result of a validation after ``epoch`` epochs of training; return the record."""
+        number, self._validations = self._validations, self._validations + 1
+        value = finite(result.value)
+        metrics = {name: finite(each) for name, each in result.metrics.items()}
+        record = ValidationRecord(number, epoch, result.name, value, result.samples, metrics)
         if self._sink is not None:
-            number, self._validations = self._validations, self._validations + 1
-            value = finite(result.value)
-            metrics = {name: finite(each) for name, each in result.metrics.items()}
-            self._sink.emit(ValidationRecord(number, epoch, result.name, value, result.samples, metrics))
+            self._sink.emit(record)
+        return record
 
     def best(self, metric: str, value: float, epoch: int) -> None:
         """Report that the weights after ``epoch`` epochs are kept as the best ones."""
@@ -237,6 +244,8 @@ def _mean(stage: int, costs: tuple[StageTiming, ...]) -> TimingRecord:
         step=statistics.fmean(cost.step for cost in costs),
         to_next=statistics.fmean(cost.to_next for cost in costs),
         to_previous=statistics.fmean(cost.to_previous for cost in costs),
+        to_next_busy=statistics.fmean(cost.to_next_busy for cost in costs),
+        to_previous_busy=statistics.fmean(cost.to_previous_busy for cost in costs),
     )
 
 

@@ -18,6 +18,7 @@ the next batch right after its own update; there is no moment at which the whole
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from ravnest.runtime.schedule.costly_deferral import CostlyDeferral
 from ravnest.runtime.schedule.events import (
@@ -101,7 +102,7 @@ class ScheduleMachine:
         self.is_leaf = position == count - 1
         # The Leaf turns each micro-batch round at once: to run ahead of its own update gains nothing.
         self.max_delay = 0 if self.is_leaf else MAX_DELAY[schedule]
-        """Updates by which a forward may run ahead; may be raised between two phases."""
+        """Updates by which a forward may run ahead."""
         self.traits = traits
         self.version = 0
         """Number of updates done here, and of the newest weights."""
@@ -156,6 +157,15 @@ class ScheduleMachine:
         assert self._newest is None, "a phase has begun"
         self.version = version
         self._users = {version: 0}
+
+    def allow_delay(self) -> None:
+        """Let forwards run ahead of an update, contrary to the plan; before a phase begins.
+
+        The plan's window may have one place, which would allow for a delay without any overlap.
+        """
+        self.max_delay = 0 if self.is_leaf else MAX_DELAY["async"]
+        self._window = self.traits.delayed_limit
+        self.traits = replace(self.traits, activation_limit=self.traits.delayed_limit)
 
     @property
     def idle(self) -> bool:

@@ -21,6 +21,8 @@ class StageTraits:
     """An update waits for the norm of the gradients of all stages."""
     activation_limit: int | None = None
     """Micro-batches for which the stage may keep activations at once; ``None``: no limit."""
+    delayed_limit: int = 2
+    """This limit, and the Root's window, once gradients may be late contrary to the plan."""
 
 
 NO_TRAITS = StageTraits()

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ravnest.telemetry import LossRecord, finite
 from ravnest.wire.messages import PhaseBegin, StageTiming
 
 
@@ -33,6 +34,20 @@ class UpdateReport:
     """Calls that wait for the compute thread."""
     learning_rate: float | None = None
     """Learning rate of the update, of the first parameter group; ``None`` if nothing trains here."""
+
+    @property
+    def loss_record(self) -> LossRecord | None:
+        """The loss for telemetry; ``None`` if it is not known here."""
+        if self.loss is None:
+            return None
+        return LossRecord(
+            self.number,
+            self.epoch,
+            finite(self.loss),
+            self.batches * self.parts,
+            self.staleness,
+            None if self.learning_rate is None else finite(self.learning_rate),
+        )
 
 
 @dataclass(frozen=True)

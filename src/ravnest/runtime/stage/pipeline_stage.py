@@ -14,6 +14,7 @@ import torch
 from ravnest.averaging.ports import AveragingPort
 from ravnest.errors import RunError
 from ravnest.runtime.control.checkpoints import Checkpoints
+from ravnest.runtime.control.recent_records import encoded_records
 from ravnest.runtime.control.rendezvous import Links
 from ravnest.runtime.control.run_status import RunStatus
 from ravnest.runtime.schedule.events import (
@@ -128,8 +129,8 @@ class PipelineStage:
 
     def allow_delay(self) -> None:
         """Let forwards run ahead of an update from now on; the Leaf has no need to."""
+        self._machine.allow_delay()
         if not self._machine.is_leaf:
-            self._machine.max_delay = 1
             self._store.execution.keep_versions()
 
     def clip_norm_arrived(self, head: ClipNorm) -> None:
@@ -239,14 +240,15 @@ class PipelineStage:
         if self._averaging is not None:
             self._averaging.updated(samples)
         waiting = self._inbox.calls.qsize()
-        self._observer.updated(
-            UpdateReport(
-                update, epoch, loss, stale, batches, last.parts, in_flight, samples, waiting, rate
-            )
+        report = UpdateReport(
+            update, epoch, loss, stale, batches, last.parts, in_flight, samples, waiting, rate
         )
+        self._observer.updated(report)
         self._step_seconds = self._lap()
         with self._status.writing():
             self._status.updates = update + 1
+            if (record := report.loss_record) is not None:
+                self._status.recent.append(record)
         if last.checkpoint:
             progress = self._store.progress(last.cut, between_phases=False)
             self._save(CheckpointId(update + 1, last.id.phase), progress)
@@ -257,6 +259,7 @@ class PipelineStage:
         self._divergence.check_weights(self._store.execution.updates.weights, checkpoint.update)
         if self._checkpoints is not None:
             with self._status.writing():
+                recent = tuple(self._status.recent)
                 validations = {
                     phase: (result.name, result.value, result.samples, result.metrics)
                     for phase, result in self._status.validations.items()
@@ -264,6 +267,8 @@ class PipelineStage:
             progress["validations"] = validations
             averaging = self._averaging
             progress["averaging_samples"] = 0 if averaging is None else averaging.samples
+            if progress["root"] is not None:
+                progress["recent"] = encoded_records(recent)
             progress["averaging_round"] = -1 if averaging is None else averaging.newest_round
             self._checkpoints.save(self._store.run, checkpoint, progress)
             self._trace.add(SpanKind.CHECKPOINT, began, checkpoint.update)

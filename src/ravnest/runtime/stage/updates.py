@@ -119,6 +119,11 @@ class Updates:
         self._scheduler: Any = None
         self._scheduler_steps = 0
         """Steps that the scheduler has made after updates."""
+        self._scheduler_due = 0.0
+        """Part of the scheduler's next step that the updates so far have made due; below 0: updates of
+        an epoch that began anew make no steps until it is 0."""
+        self._epoch_steps = 0.0
+        """Steps of the scheduler that the updates of the epoch so far have made due."""
         self.done = 0
         """Number of updates so far."""
         self.average: WeightAverage | None = None
@@ -219,10 +224,7 @@ class Updates:
         self._state.step(self.done)
         self._optimizer.zero_grad(set_to_none=True)
         if not self._rule.scheduler_each_epoch and not isinstance(self._scheduler, ReduceLROnPlateau):
-            due = int(self.done * self._rule.scheduler_steps + _ROUNDING)
-            for _ in range(due - self._scheduler_steps):
-                self._step_scheduler()
-            self._scheduler_steps = due
+            self._step_scheduler_after_update()
 
     def average_weights(self) -> None:
         """Include the weights after an update in their moving average, if there is one."""
@@ -231,6 +233,7 @@ class Updates:
 
     def end_epoch(self) -> None:
         """Step the scheduler after the stage's last update of an epoch."""
+        self._epoch_steps = 0.0
         if self._rule.scheduler_each_epoch and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._step_scheduler()
 
@@ -246,7 +249,12 @@ class Updates:
         between two updates.
         """
         tensors: dict[str, torch.Tensor | LazyTensor] = {}
-        plain: dict[str, Any] = {"done": self.done, "scheduler_steps": self._scheduler_steps}
+        plain: dict[str, Any] = {
+            "done": self.done,
+            "scheduler_steps": self._scheduler_steps,
+            "scheduler_due": self._scheduler_due,
+            "epoch_steps": self._epoch_steps,
+        }
         if self._optimizer is None or self._state is None:
             return tensors, plain
         if self.average is not None:
@@ -279,6 +287,9 @@ class Updates:
         ``tensors`` are those of a checkpoint that have gone through ``stored``.
         """
         self.done, self._scheduler_steps = plain["done"], plain["scheduler_steps"]
+        # Older checkpoints lack them: less than one step is lost.
+        self._scheduler_due = plain.get("scheduler_due", 0.0)
+        self._epoch_steps = plain.get("epoch_steps", 0.0)
         if self._optimizer is None or self._state is None:
             return
         groups = plain["groups"]
@@ -305,9 +316,24 @@ class Updates:
         if self._scheduler is not None and plain["scheduler"] is not None:
             self._scheduler.load_state_dict(plain["scheduler"])
 
+    def _step_scheduler_after_update(self) -> None:
+        """Make the steps that are due. Updates count with the ratio at which they were made: a plan with
+        other clusters has another one.
+        """
+        self._scheduler_due += self._rule.scheduler_steps
+        self._epoch_steps += self._rule.scheduler_steps
+        steps = max(int(self._scheduler_due + _ROUNDING), 0)
+        for _ in range(steps):
+            self._step_scheduler()
+        self._scheduler_steps += steps
+        self._scheduler_due -= steps
+
     def _step_scheduler(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.step()
+        """Step the scheduler, unless it has reached its last step: ``OneCycleLR`` fails beyond it."""
+        scheduler = self._scheduler
+        total = getattr(scheduler, "total_steps", None)
+        if scheduler is not None and (total is None or scheduler.last_epoch < total - 1):
+            scheduler.step()
 
     def _take_mean(self, count: int) -> None:
         if count > 1:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ravnest.errors import ServerError, ServerRefusedError
 from ravnest.schemas.providers import SignedCertificate
 from ravnest.server.folder import ServerFolder, write_private
-from ravnest.transport.certificates import Authority, Identity
+from ravnest.transport.certificates import Authority, Identity, certificate_name
 
 _LIFETIME = datetime.timedelta(days=3650)
 """Lifetime of the server's authority: members identify it by its fingerprint."""
@@ -28,17 +28,19 @@ class CertificateAuthorities:
             self._folder.authority / "authority", "Ravnest server", now, _LIFETIME
         )
 
-    def sign(self, job: str, node: int, request: str, now: datetime.datetime) -> SignedCertificate:
+    def sign(
+        self, job: str, node: int, generation: int, request: str, now: datetime.datetime
+    ) -> SignedCertificate:
         """Sign a certificate for a node of a job; refuse (422) an invalid request.
 
-        It is valid for the name of the node only: nothing that a provider has chosen gets into it.
+        It is valid for this generation of the node only: nothing that a provider chose gets into it.
         """
         lifetime = datetime.timedelta(days=365)
         authority = self._load_or_create(
             self._folder.job_authorities / job, f"Ravnest {job}", now, lifetime
         )
         try:
-            signed = authority.sign(request.encode(), f"node_{node}")
+            signed = authority.sign(request.encode(), certificate_name(node, generation))
         except ValueError as error:
             raise ServerRefusedError(f"the signing request cannot be signed: {error}", 422) from error
         return SignedCertificate(certificate=signed.decode(), authority=authority.certificate.decode())

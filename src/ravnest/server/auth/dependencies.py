@@ -12,7 +12,7 @@ from ravnest.schemas.auth import ApiRole
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.server import Server
 
-_MEMBER = "ravnest.member"
+MEMBER = "ravnest.member"
 """Key of the calling member in the scope of a request whose credential was checked."""
 
 
@@ -39,7 +39,7 @@ class Allow:
 
     async def __call__(self, request: Request) -> MemberRecord:
         """Return the calling member; refuse a missing or unknown credential (401) or role (403)."""
-        known = request.scope.get(_MEMBER)
+        known = request.scope.get(MEMBER)
         if isinstance(known, MemberRecord):
             return known
         server, credential = server_of(request), self.credential(request)
@@ -51,7 +51,7 @@ class Allow:
             path = getattr(request.scope.get("route"), "path", "this")
             reason = f"{member.name} is a {member.role} and may not {request.method} {path}"
             raise await run_in_threadpool(server.auth.refused, member.id, reason)
-        request.scope[_MEMBER] = member
+        request.scope[MEMBER] = member
         return member
 
     def credential(self, request: Request) -> str:

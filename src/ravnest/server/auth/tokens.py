@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from sqlalchemy.exc import OperationalError
 
 from ravnest.errors import ServerRefusedError
+from ravnest.relay.sockets import network_of
 from ravnest.schemas.auth import ApiRole, JoinReply, JoinToken, MemberView, hashed
 from ravnest.schemas.providers import SignedCertificate
 from ravnest.server.auth.ca import CertificateAuthorities
@@ -117,7 +118,7 @@ class AuthService:
         The credential ends at ``expires``, or after ``CREDENTIAL_DAYS``. An address that sent many wrong
         tokens has to wait (429); the database is not asked.
         """
-        wait = self._wrong_tokens.wait(source, self._clock.steady())
+        wait = self._wrong_tokens.wait(network_of(source), self._clock.steady())
         if wait > 0:
             raise ServerRefusedError(
                 "too many attempts to join from this address had a wrong token; try again later",
@@ -134,7 +135,7 @@ class AuthService:
                 db.members.add(member, credential, expires or db.now + CREDENTIAL_DAYS * _DAY)
                 db.events.add("server", member.id, f"{name} joined as {token.role} from {source}")
                 return JoinReply(id=member.id, role=member.role, credential=credential)
-            self._wrong_tokens.take(source, self._clock.steady())
+            self._wrong_tokens.take(network_of(source), self._clock.steady())
             db.events.add("refusal", "token", f"{name} tried to join from {source}: {problem}")
             role = ApiRole.PROVIDER if token is None else token.role
         raise ServerRefusedError(
@@ -156,7 +157,7 @@ class AuthService:
             found = db.members.by_hash(key, self._clock.wall())
         if found is None:
             reason = f"a request from {source} had a credential that is unknown, expired or revoked"
-            if self._wrong_credentials.take(source, self._clock.steady()) > 0:
+            if self._wrong_credentials.take(network_of(source), self._clock.steady()) > 0:
                 raise ServerRefusedError(reason, 401)  # there are enough events about this address
             raise self.refused("credential", reason, 401)
         self._known.put(key, found, changes)
@@ -207,9 +208,9 @@ class AuthService:
             _log.warning("a refusal was not recorded: %s", error.orig)
         return ServerRefusedError(reason, status)
 
-    def sign(self, job: str, node: int, request: str) -> SignedCertificate:
+    def sign(self, job: str, node: int, request: str, generation: int = 0) -> SignedCertificate:
         """Sign a certificate for a node of a job; the caller checks that the provider has the node."""
-        return self._authorities.sign(job, node, request, self._now())
+        return self._authorities.sign(job, node, generation, request, self._now())
 
     def forget_job(self, job: str) -> None:
         """Stop signing certificates for a job that has ended."""

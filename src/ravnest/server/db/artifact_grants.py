@@ -65,12 +65,15 @@ class ArtifactGrantRepository:
             found.update(self._connection.execute(query).scalars())
         return tuple(digest for digest in dict.fromkeys(digests) if digest not in found)
 
-    def sizes(self, owner: str) -> dict[str, int]:
-        """Return the sizes of all artifacts of an owner, by digest."""
-        query = select(artifact_grants.c.sha256, artifact_grants.c.size).where(
-            artifact_grants.c.owner == owner
-        )
-        return {row.sha256: row.size for row in self._connection.execute(query)}
+    def sizes(self, owner: str, digests: Iterable[str]) -> dict[str, int]:
+        """Return the sizes of those of the artifacts that are granted to an owner, by digest."""
+        asked, found = list(dict.fromkeys(digests)), {}
+        query = select(artifact_grants.c.sha256, artifact_grants.c.size)
+        for start in range(0, len(asked), _AT_ONCE):
+            part = artifact_grants.c.sha256.in_(asked[start : start + _AT_ONCE])
+            rows = self._connection.execute(query.where(artifact_grants.c.owner == owner, part))
+            found.update({row.sha256: row.size for row in rows})
+        return found
 
     def totals(self, owner: str) -> tuple[int, int]:
         """Return the size and the number of the artifacts of an owner."""

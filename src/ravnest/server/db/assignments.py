@@ -24,7 +24,14 @@ from sqlalchemy import (
 from ravnest.schemas.base import clipped
 from ravnest.schemas.jobs import JobState, ResultFile
 from ravnest.schemas.providers import Assignment, TlsRejections
-from ravnest.server.db.records import ENDED, LOST, AssignmentRecord, LossCause, PartOutcomes
+from ravnest.server.db.records import (
+    ENDED,
+    FAILURES,
+    LOST,
+    AssignmentRecord,
+    LossCause,
+    PartOutcomes,
+)
 from ravnest.server.db.tables import assignments, jobs
 
 _PLAIN = (
@@ -147,6 +154,12 @@ class AssignmentRepository:
         query = select(*_SHORT).where(assignments.c.job == job, earlier).order_by(*order)
         return [_record(row) for row in self._connection.execute(query, {"job": job})]
 
+    def used_memory(self) -> int:
+        """Return the bytes that the workers of all running jobs take, as far as they report it."""
+        own = assignments.c.job.in_(_RUNNING) & assignments.c.phase.not_in(ENDED)
+        query = select(func.coalesce(func.sum(assignments.c.used_memory), 0)).where(own)
+        return int(self._connection.execute(query).scalar_one())
+
     def current(self, provider: str) -> AssignmentRecord | None:
         """Return the assignment that a provider should work on."""
         return self.all_current([provider]).get(provider)
@@ -189,7 +202,7 @@ class AssignmentRepository:
     def outcomes(self, providers: Iterable[str]) -> dict[str, PartOutcomes]:
         """Return how the parts of some providers ended; providers without such parts are left out."""
         finished = func.sum(assignments.c.phase == "finished")
-        of_provider = assignments.c.cause.in_(("machine", "check")) | (assignments.c.phase == LOST)
+        of_provider = assignments.c.cause.in_(FAILURES) | (assignments.c.phase == LOST)
         failed = func.sum(of_provider)
         query = (
             select(assignments.c.provider, finished, failed)
@@ -207,7 +220,7 @@ class AssignmentRepository:
 
         A place failed if its provider could not do the work; one that was only lost does not count.
         """
-        failed = case((assignments.c.cause.in_(("machine", "check")), 1), else_=0)
+        failed = case((assignments.c.cause.in_(FAILURES), 1), else_=0)
         finished = case((assignments.c.phase == "finished", 1), else_=0)
         own = assignments.c.provider.in_(tuple(providers))
         query = select(assignments.c.provider).where(own).group_by(assignments.c.provider)
@@ -219,6 +232,12 @@ class AssignmentRepository:
         query = select(assignments.c.provider)
         query = query.where(assignments.c.job == job, assignments.c.cause == "check")
         return frozenset(self._connection.execute(query).scalars())
+
+    def confirm_failure(self, job: str) -> None:
+        """Store that a job fails on any machine, as the providers that were not believed have said."""
+        self._changed_jobs.add(job)
+        own = (assignments.c.job == job) & (assignments.c.cause == "unconfirmed")
+        self._connection.execute(update(assignments).where(own).values(cause="job"))
 
     def set_cause(self, assignment: AssignmentRecord, cause: LossCause) -> None:
         """Store why an assignment failed."""

@@ -91,13 +91,26 @@ class EventRepository:
         return self._connection.execute(query).scalar()
 
     def forget(self, keep: int) -> None:
-        """Delete all but the newest ``keep`` events of each kind in ``FORGETTABLE``."""
+        """Delete the surplus of each kind in ``FORGETTABLE`` beyond ``keep`` events.
+
+        All subjects keep the same number of their newest events, those with fewer all of them: nobody
+        can push out the events of others.
+        """
         for kind in FORGETTABLE:
             numbers = select(events.c.sequence).where(events.c.kind == kind)
-            newest_surplus = numbers.order_by(events.c.sequence.desc()).offset(keep).limit(1)
-            limit = self._connection.execute(newest_surplus).scalar()
-            if limit is not None:
-                self._remove((events.c.kind == kind) & (events.c.sequence <= limit))
+            surplus = numbers.order_by(events.c.sequence.desc()).offset(keep).limit(1)
+            if self._connection.execute(surplus).first() is not None:
+                self._forget_kind(kind, keep)
+
+    def _forget_kind(self, kind: EventKind, keep: int) -> None:
+        own = events.c.kind == kind
+        counts = select(events.c.subject, func.count()).where(own).group_by(events.c.subject)
+        found = {row[0]: row[1] for row in self._connection.execute(counts)}
+        most = fair_share(list(found.values()), keep)
+        rank = func.row_number().over(partition_by=events.c.subject, order_by=events.c.sequence.desc())
+        ranked = select(events.c.sequence, rank.label("rank")).where(own).subquery()
+        old = select(ranked.c.sequence).where(ranked.c.rank > most)
+        self._remove(events.c.sequence.in_(old))
 
     def expired(self, before: float, most: int, limit: int) -> list[int]:
         """Return events from before a time, or beyond the newest ``most``, by number; oldest first.
@@ -138,6 +151,17 @@ class EventRepository:
             self._removals.add([Removal("events", *row) for row in ((ALL, count, last, time), *found)])
             self._connection.execute(delete(events).where(chosen))
         return int(count)
+
+
+def fair_share(counts: Sequence[int], total: int) -> int:
+    """Return the largest number that each may keep of its count, so that all keep ``total`` at most."""
+    left = total
+    for position, count in enumerate(sorted(counts)):
+        share = left // (len(counts) - position)
+        if count > share:
+            return share
+        left -= count
+    return total
 
 
 def _removed_event(removed: Removal) -> EventView:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from sqlalchemy import (
@@ -13,6 +14,7 @@ from sqlalchemy import (
     func,
     insert,
     literal_column,
+    or_,
     select,
     update,
 )
@@ -118,6 +120,16 @@ class JobRepository:
         query = select(*_SHORT).order_by(_ORDER.desc()).limit(limit)
         if owner is not None:
             query = query.where(jobs.c.owner == owner)
+        return [_record(row) for row in self._connection.execute(query)]
+
+    def shown(self, owners: Iterable[str], limit: int) -> list[JobRecord]:
+        """Return the jobs that have not ended, and the newest of all and of each owner, newest first."""
+        newest = select(_ORDER).select_from(jobs).order_by(_ORDER.desc()).limit(limit)
+        queries = [newest, *(newest.where(jobs.c.owner == owner) for owner in owners)]
+        places = {place for query in queries for place in self._connection.execute(query).scalars()}
+        active = [state for state in JobState if not state.is_final]
+        chosen = or_(jobs.c.state.in_(active), _ORDER.in_(places))
+        query = select(*_SHORT).where(chosen).order_by(_ORDER.desc())
         return [_record(row) for row in self._connection.execute(query)]
 
     def in_state(self, *states: JobState) -> list[JobRecord]:

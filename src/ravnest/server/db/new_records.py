@@ -25,11 +25,11 @@ NEWEST_KEPT = {
     "validation": 10_000,
     "best": 10,
     "round": 1000,
-    "timing": 4000,
+    "timing": 8000,
     "queue": 200,
     "work": 10,
     "pace": 2000,
-    "schedule": 10,
+    "schedule": 100,
     "warning": 200,
     "phase": 200,
     "checkpoint": 200,
@@ -38,6 +38,8 @@ NEWEST_KEPT = {
     "spans": 96,
 }
 """Records that are kept per assignment and kind."""
+THINNED = ("timing", "pace")
+"""Kinds of which curves are drawn: of the older half of them, some of the whole time remain."""
 
 _ANY_RECORD: TypeAdapter[WorkerRecord] = TypeAdapter(WorkerRecord)
 
@@ -76,6 +78,17 @@ _SURPLUS = text(
 
 Without ``LIMIT -1``, SQLite would merge both queries, and look for each record twice.
 """
+_OLDER_HALF = text(
+    "SELECT min(time), max(time), count(DISTINCT json_extract(body, '$.stage')) FROM records"
+    " WHERE assignment = :of AND kind = :named AND position <= :last"
+)
+_THIN = text(
+    "DELETE FROM records WHERE assignment = :of AND kind = :named AND position <= :last"
+    " AND position NOT IN (SELECT min(position) FROM records"
+    " WHERE assignment = :of AND kind = :named AND position <= :last"
+    " GROUP BY CAST(time / :step AS INTEGER), json_extract(body, '$.stage'))"
+)
+"""Deletion of all records up to a position except the first of each stage in each ``step`` seconds."""
 _FORGET = delete(records).where(
     records.c.assignment == bindparam("of"),
     records.c.kind == bindparam("named"),
@@ -115,7 +128,7 @@ def add_records(
     assert len({each.assignment.id for each in reports}) == len(reports), "one report per assignment"
     added = [each for each in reports if each.new]
     if added:
-        kept = _add_losses(connection, added)
+        kept = _add_losses(connection, now, added)
         for each in added:
             if kept[each.assignment.id] > most_losses:
                 kept[each.assignment.id] = _thin_losses(connection, each.assignment.id, most_losses)
@@ -134,7 +147,7 @@ def add_records(
     return [each.new for each in reports]
 
 
-def _add_losses(connection: Connection, reports: Sequence[NewRecords]) -> dict[str, int]:
+def _add_losses(connection: Connection, now: float, reports: Sequence[NewRecords]) -> dict[str, int]:
     """Store losses, instead of those of updates that are repeated; return how many there are now."""
     names = [(report.assignment.id, number) for report in reports for number in report.losses]
     rows = [
@@ -146,6 +159,7 @@ def _add_losses(connection: Connection, reports: Sequence[NewRecords]) -> dict[s
             "microbatches": record.microbatches,
             "staleness": record.staleness,
             "learning_rate": record.learning_rate,
+            "time": now,
         }
         for report in reports
         for record in report.losses.values()
@@ -196,9 +210,26 @@ def _forget(connection: Connection, kind: str, named: Sequence[str]) -> None:
     """Remove the records of a kind that are too many."""
     chosen = {"kind": kind, "kept": NEWEST_KEPT[kind], "assignments": _json(named)}
     surplus = connection.execute(_SURPLUS, chosen).all()
-    if surplus:
+    if surplus and kind in THINNED:
+        of = _json([of for of, _ in surplus])
+        halves = {**chosen, "kept": NEWEST_KEPT[kind] // 2, "assignments": of}
+        for assignment, last in connection.execute(_SURPLUS, halves).all():
+            _thin(connection, {"of": assignment, "named": kind, "last": last}, NEWEST_KEPT[kind] // 4)
+    elif surplus:
         gone = [{"of": of, "named": kind, "last": last} for of, last in surplus]
         connection.execute(_FORGET, gone)
+
+
+def _thin(connection: Connection, chosen: dict[str, object], most: int) -> None:
+    """Keep about ``most`` of the records up to a position at most, evenly spread over their time.
+
+    Steps are powers of two, so that what one thinning keeps is what the next one chooses from.
+    """
+    first, last, stages = connection.execute(_OLDER_HALF, chosen).one()
+    step = 1.0
+    while (last - first) / step * max(stages, 1) > most:
+        step *= 2
+    connection.execute(_THIN, {**chosen, "step": step})
 
 
 def _json(rows: Sequence[object]) -> str:

@@ -109,6 +109,11 @@ class ProviderRepository:
         query = _ALL.where(listed).order_by(providers.c.id)
         return [_record(row) for row in self._connection.execute(query)]
 
+    def has_idle(self) -> bool:
+        """Return whether a provider waits for work."""
+        query = select(providers.c.id).where(providers.c.state == ProviderState.OFFERED).limit(1)
+        return self._connection.execute(query).first() is not None
+
     def names(self, ids: Iterable[str]) -> dict[str, str]:
         """Return the names of providers by id."""
         name = func.json_extract(providers.c.offer, "$.name").label("name")

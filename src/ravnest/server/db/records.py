@@ -19,9 +19,12 @@ from ravnest.schemas.providers import (
 from ravnest.schemas.reachability import AddressCheck
 from ravnest.types import CheckpointId
 
-LossCause = FailureCause | Literal["check", "revoked"]
-"""Cause of the loss of a provider. ``check``: a spot check has found wrong values, and the provider gets
-no place in the job again. ``revoked``: its credential was revoked, and it may not return."""
+LossCause = FailureCause | Literal["unconfirmed", "check", "revoked"]
+"""Cause of the loss of a provider. ``unconfirmed``: it says that the job fails on any machine, and no
+other provider has said so. ``check``: a spot check has found wrong values, and the provider gets no
+place in the job again. ``revoked``: its credential was revoked, and it may not return."""
+FAILURES: tuple[LossCause, ...] = ("machine", "unconfirmed", "check")
+"""Causes that count as a failure of the provider."""
 EXCLUDED: tuple[LossCause, ...] = ("check", "revoked")
 """Causes after which the other nodes of the job close their links to the provider."""
 LOST = "lost"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 8
+VERSION = 9
 """Version of this layout; the server refuses a database of a later one."""
 UPGRADES: dict[int, tuple[str, ...]] = {
     1: ("ALTER TABLE assignments ADD COLUMN strangers TEXT NOT NULL DEFAULT '{}'",),
@@ -43,6 +43,7 @@ UPGRADES: dict[int, tuple[str, ...]] = {
         "ALTER TABLE assignments ADD COLUMN used_memory INTEGER",
         "ALTER TABLE assignments ADD COLUMN peak_memory INTEGER",
     ),
+    8: ("ALTER TABLE losses ADD COLUMN time FLOAT",),
 }
 """Statements that turn each earlier layout into the next one; tables that are missing exist by then."""
 
@@ -194,6 +195,7 @@ losses = Table(
     Column("microbatches", Integer, nullable=False, server_default="0"),
     Column("staleness", Integer, nullable=False, server_default="0"),
     Column("learning_rate", Float),  # NULL: not known
+    Column("time", Float),  # of arrival; NULL: not known
     sqlite_with_rowid=False,
 )
 

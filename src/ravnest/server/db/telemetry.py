@@ -149,19 +149,26 @@ class TelemetryRepository:
 
     def losses(self, assignment: str, first: int = 0) -> list[LossRecord]:
         """Return the stored losses of update ``first`` and later, in order."""
+        return [record for _, record in self.timed_losses(assignment, first)]
+
+    def timed_losses(self, assignment: str, first: int = 0) -> list[tuple[float | None, LossRecord]]:
+        """Return these losses with the times of their arrival, where they are known."""
         query = (
             select(losses)
             .where(losses.c.assignment == assignment, losses.c.update_number >= first)
             .order_by(losses.c.update_number)
         )
         return [
-            LossRecord(
-                row.update_number,
-                row.epoch,
-                row.value,
-                row.microbatches,
-                row.staleness,
-                row.learning_rate,
+            (
+                row.time,
+                LossRecord(
+                    row.update_number,
+                    row.epoch,
+                    row.value,
+                    row.microbatches,
+                    row.staleness,
+                    row.learning_rate,
+                ),
             )
             for row in self._connection.execute(query)
         ]
@@ -208,16 +215,38 @@ class TelemetryRepository:
         query = select(epoch, func.max(number)).where(losses.c.assignment == assignment).group_by(epoch)
         return {row[0]: row[1] for row in self._connection.execute(query)}
 
-    def timed(self, assignment: str, kind: type[Stored], limit: int) -> list[tuple[float, Stored]]:
-        """Return the newest records of one kind with the times of their arrival, newest first."""
+    def timed(
+        self, assignment: str, kind: type[Stored], limit: int, since: float = 0.0
+    ) -> list[tuple[float, Stored]]:
+        """Return the newest records of one kind with the times of their arrival, newest first.
+
+        ``since``: only those that arrived then or later.
+        """
         query = (
             select(records.c.time, records.c.body)
             .where(records.c.assignment == assignment, records.c.kind == _KINDS[kind])
+            .where(records.c.time >= since)
             .order_by(records.c.position.desc())
             .limit(limit)
         )
         found = self._connection.execute(query)
         return [(row.time, self._parsed(kind, row.body)) for row in found]
+
+    def rates(self, assignment: str) -> list[tuple[float, float]]:
+        """Return the times and the samples per second of all stored paces, oldest first.
+
+        The rate is that since the pace before, or, in records of an earlier version, the mean.
+        """
+        recent, mean = (
+            func.json_extract(records.c.body, f"$.{name}") for name in ("recent", "samples_per_second")
+        )
+        rate = func.coalesce(recent, mean)
+        query = (
+            select(records.c.time, rate)
+            .where(records.c.assignment == assignment, records.c.kind == "pace", rate.is_not(None))
+            .order_by(records.c.position)
+        )
+        return [(time, found) for time, found in self._connection.execute(query)]
 
     def newest(self, assignment: str, kind: type[Stored], limit: int = 1) -> list[Stored]:
         """Return the newest records of one kind, newest first."""
@@ -286,7 +315,7 @@ class TelemetryRepository:
         return sorted(_TIMINGS.decode(found), key=lambda timed: timed[0])
 
     def first_schedule(self, assignment: str) -> float | None:
-        """Return the time at which a Root reported its schedule: training began."""
+        """Return the time at which a Root first reported its schedule: training began."""
         own = (records.c.assignment == assignment) & (records.c.kind == "schedule")
         return self._connection.execute(select(func.min(records.c.time)).where(own)).scalar()
 

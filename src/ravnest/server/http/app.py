@@ -6,12 +6,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from weakref import WeakValueDictionary
 
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from ravnest.deadlines import TIMER_LATE
-from ravnest.server.http.middleware import DOCUMENTED, AccessLog, explain_errors
+from ravnest.server.http.middleware import DOCUMENTED, AccessLog, StrangerLimit, explain_errors
 from ravnest.server.http.routes import (
     artifacts,
     assignments,
@@ -60,10 +61,12 @@ def create_app(server: Server) -> FastAPI:
         openapi_url=None,  # members get it from a route of ours; FastAPI's page loads scripts from a CDN
     )
     app.state.server = server
+    app.state.turns = WeakValueDictionary()
     limits = server.settings.connections
     app.state.page_feed = PageFeed(server)
     app.state.page_streams = StreamPlaces(limits.pages, limits.pages_per_address)
     explain_errors(app)
+    app.add_middleware(StrangerLimit, server=server)
     app.add_middleware(AccessLog)
     app.include_router(providers.heartbeats)  # first: most requests are heartbeats
     for module in (

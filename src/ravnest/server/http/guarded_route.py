@@ -7,10 +7,13 @@ the credential and the role first, so that a stranger's body is never read.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import HTTPException, Query, Request, Response
 from fastapi.dependencies.models import Dependant
@@ -32,6 +35,8 @@ _RULE = "body_rule"
 _PARSED_ON_LOOP = 64 << 10
 """Bytes of a body that are parsed on the event loop; larger ones are parsed in a thread."""
 _SHOWN_ERRORS = 10
+_MOST_THREADS = 8
+"""Requests of one member that are answered in threads at the same time; the server has 40 threads."""
 _TOO_LONG = "the body of this request may have {} bytes at most"
 _TOO_SLOW = "the body of the request did not arrive within {:.0f} seconds"
 
@@ -73,11 +78,17 @@ class GuardedRoute(APIRoute):
         rule: BodyRule = getattr(self.endpoint, _RULE, _DEFAULT)
         kind = self.body_field.field_info.annotation if self.body_field is not None else None
 
+        needs_thread = not inspect.iscoroutinefunction(self.endpoint)
+
         async def guarded(request: Request) -> Response:
-            if allow is not None:
-                await _check_caller(request, allow)
-            receive = _limited_receive(request, rule)
-            return await handle(_GuardedRequest(request.scope, receive, kind))
+            member = None if allow is None else await _check_caller(request, allow)
+            receive = _limited_receive(request, rule, member)
+            guarded_request = _GuardedRequest(request.scope, receive, kind)
+            if member is None or not needs_thread:
+                return await handle(guarded_request)
+            await guarded_request.body()  # a slow sender takes no turn
+            async with _turns_of(request, member):
+                return await handle(guarded_request)
 
         return guarded
 
@@ -105,7 +116,7 @@ class DirectRoute(GuardedRoute):
         assert self.body_field is not None
         member = await _check_caller(request, allow)
         rule: BodyRule = getattr(self.endpoint, _RULE, _DEFAULT)
-        content = await Request(request.scope, _limited_receive(request, rule)).body()
+        content = await Request(request.scope, _limited_receive(request, rule, member)).body()
         kind = self.body_field.field_info.annotation
         assert isinstance(kind, type)
         assert issubclass(kind, BaseModel)
@@ -127,6 +138,15 @@ async def _check_caller(request: Request, allow: Allow) -> MemberRecord:
     return member
 
 
+def _turns_of(request: Request, member: MemberRecord) -> asyncio.Semaphore:
+    """Return the turns of a member to use a thread: the threads of the server are for all members."""
+    turns: WeakValueDictionary[str, asyncio.Semaphore] = request.app.state.turns
+    found = turns.get(member.id)
+    if found is None:
+        found = turns[member.id] = asyncio.Semaphore(_MOST_THREADS)
+    return found
+
+
 def _allow_of(dependant: Dependant) -> Allow | None:
     """Return the permission that a route declares; ``None`` for a public route."""
     found = [each.call for each in dependant.dependencies if isinstance(each.call, Allow)]
@@ -134,13 +154,19 @@ def _allow_of(dependant: Dependant) -> Allow | None:
     return found[0] if found else None
 
 
-def _limited_receive(request: Request, rule: BodyRule) -> Receive:
-    """Return what receives the body within the limits of a route; refuse a longer one (413)."""
-    most = rule.most
-    if most is not None:
-        most = min(most, server_of(request).settings.largest_message)
-        _check_announced(request, most)
-    return _limited(request.receive, most, rule.seconds)
+def _limited_receive(request: Request, rule: BodyRule, member: MemberRecord | None) -> Receive:
+    """Return what receives the body within the limits of a route; refuse a longer one (413).
+
+    A message counts as several requests of its member if it is long.
+    """
+    if rule.most is None:
+        return _limited(request.receive, None, rule.seconds)
+    server = server_of(request)
+    most = min(rule.most, server.settings.largest_message)
+    _check_announced(request, most)
+    if member is None:
+        return _limited(request.receive, most, rule.seconds)
+    return _limited(request.receive, most, rule.seconds, partial(server.count_bytes, member))
 
 
 def _check_announced(request: Request, most: int) -> None:
@@ -149,8 +175,13 @@ def _check_announced(request: Request, most: int) -> None:
         raise HTTPException(413, _TOO_LONG.format(most))
 
 
-def _limited(receive: Receive, most: int | None, seconds: float) -> Receive:
-    """Return ``receive`` with limits until the body is complete."""
+def _limited(
+    receive: Receive,
+    most: int | None,
+    seconds: float,
+    count: Callable[[int], None] = lambda _: None,
+) -> Receive:
+    """Return ``receive`` with limits until the body is complete; ``count`` is told of its bytes."""
     received, is_complete = 0, False
     deadline: float | None = None
 
@@ -166,6 +197,7 @@ def _limited(receive: Receive, most: int | None, seconds: float) -> Receive:
         except TimeoutError:
             raise HTTPException(408, _TOO_SLOW.format(seconds)) from None
         received += len(message.get("body", b""))
+        count(len(message.get("body", b"")))
         is_complete = not message.get("more_body", False)
         if most is not None and received > most:
             raise HTTPException(413, _TOO_LONG.format(most))
@@ -186,23 +218,18 @@ class _GuardedRequest(Request):
         body = await self.body()
         if len(body) <= _PARSED_ON_LOOP or not _is_model(self._kind):
             return json.loads(body)
-        return await run_in_threadpool(_parsed, self._kind, body)
+        return await run_in_threadpool(_read, self._kind, body)
 
 
 def _is_model(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _parsed(kind: type[BaseModel], body: bytes) -> BaseModel:
-    """Return a message; FastAPI accepts it as it is, and does not check it a second time."""
-    try:
-        return kind.model_validate(json.loads(body))
-    except ValidationError as error:
-        raise _not_valid(error) from None
-
-
 def _read(kind: type[BaseModel], body: bytes) -> BaseModel:
-    """Return a message from JSON; refuse (422) what is neither JSON nor valid."""
+    """Return a message from JSON; refuse (422) what is neither JSON nor valid.
+
+    FastAPI accepts it as it is, and does not check it a second time.
+    """
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

@@ -12,11 +12,14 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import OperationalError
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ravnest.errors import ServerRefusedError
 from ravnest.schemas.base import ErrorReply
+from ravnest.server.auth.dependencies import MEMBER
 from ravnest.server.lifecycle import TransitionError
+from ravnest.server.server import Server
 
 _access = logging.getLogger("ravnest.server.access")
 _log = logging.getLogger(__name__)
@@ -49,6 +52,41 @@ class AccessLog:
             milliseconds = (time.monotonic() - begin) * 1e3
             path = scope["path"].encode("unicode_escape").decode()  # a line break would forge a line
             _access.info("%s %s %s %d %.0f ms", client, scope["method"], path, status, milliseconds)
+
+
+class StrangerLimit:
+    """Refuses requests without a valid credential (429) while their address has sent too many.
+
+    A member whose credential is known is not affected by others at its address. One whose credential
+    was not used since the server started may have to try again.
+    """
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self._app = app
+        self._server = server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request (ASGI)."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        source = (scope.get("client") or ("?",))[0]
+        wait = self._server.stranger_wait(source)
+        if wait > 0 and not self._is_known(scope):
+            detail = "too many requests without a valid credential came from this address"
+            headers = {"Retry-After": str(math.ceil(wait))}
+            await JSONResponse({"detail": detail}, 429, headers=headers)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if MEMBER not in scope:
+                self._server.count_stranger(source)
+
+    def _is_known(self, scope: Scope) -> bool:
+        scheme, _, credential = Headers(scope=scope).get("authorization", "").partition(" ")
+        known = self._server.auth.known_member
+        return scheme.lower() == "bearer" and known(credential.strip()) is not None
 
 
 DOCUMENTED: dict[int | str, dict[str, Any]] = {

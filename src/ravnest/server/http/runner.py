@@ -29,7 +29,7 @@ from ravnest.server.db.database import Database
 from ravnest.server.event_log import EventLog, log_line
 from ravnest.server.folder import ServerAddress, ServerFolder, write_private
 from ravnest.server.http.app import create_app
-from ravnest.server.http.connections import limited_protocol
+from ravnest.server.http.connections import CountedListener, limited_protocol
 from ravnest.server.http.listener import (
     certificate_names,
     listen,
@@ -238,7 +238,7 @@ def _prepared(
         )
     secure = needs_tls(host) if tls is None else tls
     server = Server(Path(folder), settings=settings, tls=secure)
-    with server.opened(), listen(host, port) as listener:
+    with server.opened(), CountedListener(listen(host, port), server.connections) as listener:
         url = url_of(public_host(host, public_names), listener.getsockname()[1], tls=secure)
         fingerprint = server.auth.fingerprint if secure else ""
         running = RunningServer(url, server, fingerprint)
@@ -247,7 +247,7 @@ def _prepared(
             create_app(server),
             ssl_certfile=certificate,
             ssl_keyfile=key,
-            http=limited_protocol(server.settings.connections),
+            http=limited_protocol(server.connections, server.settings.connections, listener),
             h11_max_incomplete_event_size=_LONGEST_HEADER,
             ws="none",
             lifespan="on",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from ravnest.plan.cluster_cost import about_clusters, samples_factor
 from ravnest.plan.plan import Plan
 
 LEAST_GAIN = 1.2
@@ -86,7 +87,9 @@ class OtherPlan:
     clusters: int
     providers: int
     gain: float
-    """Predicted rate, in terms of the predicted rate of the present plan as it is now."""
+    """Predicted rate, in terms of the predicted rate of the present plan as it is now; with several
+    clusters less by the samples that they need more for the same loss."""
+    present_clusters: int = 1
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,7 @@ def decide_improvement(
         f"a plan with {other.providers} providers in {count} is predicted to be {faster}; it {figures}"
         + (f"; idle: {job.idle}" if job.idle else "")
         + (f"; {job.slow}" if job.slow else "")
+        + (f". {about_clusters(other.clusters)}" if other.clusters > other.present_clusters else "")
     )
 
 
@@ -186,11 +190,13 @@ def predicted_gain(new: Plan, own: Plan, clusters: Sequence[Sequence[PresentStag
     """Return the predicted rate of a plan, in terms of that of the present one as it is now.
 
     ``own``: the best plan for the job's own providers. Its prediction, which knows of micro-batches, is
-    that of the present plan but for the cuts: these count by their slowest stages and links.
+    that of the present plan but for the cuts: these count by their slowest stages and links. Both rates
+    are less by the samples that their clusters need more for the same loss.
     """
     present, best = present_rate(clusters), planned_rate(own)
     of_best = 1.0 if present is None or best is None else present / best
-    return new.samples_per_second / (own.samples_per_second * of_best)
+    more_samples = samples_factor(len(new.clusters)) / samples_factor(max(len(clusters), 1))
+    return new.samples_per_second / (own.samples_per_second * of_best) / more_samples
 
 
 def _time(seconds: float) -> str:

@@ -7,15 +7,19 @@ anything is written, the transaction checks that their assumptions still hold.
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ravnest.errors import RavnestError, StageFormatError
-from ravnest.plan.explain import idle_nodes
+from ravnest.plan.explain import plan_notes
 from ravnest.plan.infeasible import Infeasible
+from ravnest.schemas.base import plain_lines
 from ravnest.schemas.jobs import JobState
 from ravnest.schemas.providers import Assignment, ProviderOffer, ProviderState
 from ravnest.schemas.reachability import RelayView
@@ -39,6 +43,9 @@ _CACHED_PLANS = 4
 """Cached plans per job: for the providers that it could have now, and for all that are connected, both
 of those that others reach and of one that trains alone."""
 
+_OWNER_SECONDS = 30.0
+"""Seconds after which no further job of an owner is planned in a pass; one plan may take longer."""
+
 _Chosen = tuple[tuple[str, ProviderOffer], ...]
 """Ids and offers of providers, strongest first."""
 
@@ -56,6 +63,61 @@ class _Snapshot:
     """Names of the providers that others cannot reach, by id: they can only train alone."""
     unreliable: frozenset[str] = frozenset()
     """Providers that failed more often than they finished: they are chosen last."""
+    proven: frozenset[str] = frozenset()
+    """Providers that have finished a part of a job."""
+
+    def idle_providers(self) -> list[IdleProvider]:
+        """Return the idle providers for the queue, which orders them by strength.
+
+        An offer is a provider's own word. While it has finished nothing, it counts for less than the
+        median of those that have, so that no offer is the first choice just because it is large.
+        """
+        last = self.unreachable.keys() | self.unreliable
+        known = [_strength(each) for each in (*self.idle, *self.busy) if each.id in self.proven]
+        most = math.nextafter(statistics.median(known), 0.0) if known else math.inf
+        return [
+            IdleProvider(
+                each.id,
+                0.0
+                if each.id in last
+                else min(_strength(each), math.inf if each.id in self.proven else most),
+            )
+            for each in self.idle
+        ]
+
+
+@dataclass(frozen=True)
+class _PassOutcome:
+    started: bool
+    """True if a job started, so that another pass may help."""
+    deferred: int
+    """Number of jobs that were not planned, because the others of their owners took long."""
+
+
+class _DeferredError(Exception):
+    """A job is not planned in this pass."""
+
+
+class _PlanningBudget:
+    """Time that the plans of each owner take in a pass, so that others do not wait for all of them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.deferred: set[str] = set()
+        """Jobs that were not planned."""
+        self._clock = clock
+        self._spent: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def spending(self, job: WaitingJob) -> Iterator[None]:
+        """Count the time of a plan; raise ``_DeferredError`` if its owner's time is over."""
+        if self._spent[job.owner] >= _OWNER_SECONDS:
+            self.deferred.add(job.id)
+            raise _DeferredError("waits for its turn: other jobs of its owner are planned")
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._spent[job.owner] += self._clock() - begin
 
 
 def unreachable_of(
@@ -75,7 +137,7 @@ def strongest_first(
     """Return providers by strength, those that others cannot reach last."""
     return sorted(
         providers,
-        key=lambda each: (each.id in unreachable, -each.offer.compute * each.offer.ram, each.id),
+        key=lambda each: (each.id in unreachable, -_strength(each), each.id),
     )
 
 
@@ -119,9 +181,17 @@ class Matching:
         changes do not affect a job."""
 
     def run_once(self) -> None:
-        """Start every job that can start."""
-        while (snapshot := self._snapshot()).waiting and self._pass(snapshot):
-            pass
+        """Start every job that can start.
+
+        A pass follows another one while jobs start, or while fewer and fewer wait for their plan.
+        """
+        deferred: int | None = None
+        while (snapshot := self._snapshot()).waiting:
+            outcome = self._pass(snapshot)
+            is_less = outcome.deferred > 0 and (deferred is None or outcome.deferred < deferred)
+            if not outcome.started and not is_less:
+                return
+            deferred = None if outcome.started else outcome.deferred
 
     def _snapshot(self) -> _Snapshot:
         with self._units.db.read() as db:
@@ -129,6 +199,7 @@ class Matching:
             running = Counter(job.owner for job in db.jobs.in_state(*RUNNING))
             present = db.providers.present()
             unreliable = db.assignments.unreliable(each.id for each in present)
+            outcomes = db.assignments.outcomes(each.id for each in present)
         queue = [
             WaitingJob(
                 job.id,
@@ -143,53 +214,64 @@ class Matching:
         idle = [provider for provider in present if provider.state is ProviderState.OFFERED]
         busy = [provider for provider in present if provider.state is not ProviderState.OFFERED]
         unreachable = unreachable_of(present, self._live_relays())
-        return _Snapshot(waiting, queue, running, idle, busy, unreachable, unreliable)
+        proven = frozenset(name for name, each in outcomes.items() if each.finished)
+        return _Snapshot(waiting, queue, running, idle, busy, unreachable, unreliable, proven)
 
-    def _pass(self, snapshot: _Snapshot) -> bool:
-        """Go through the queue once; return whether a job started, so that another pass may help."""
+    def _pass(self, snapshot: _Snapshot) -> _PassOutcome:
+        """Go through the queue once; jobs that start do so before the next one is planned."""
         self._plans = {job.id: self._plans[job.id] for job in snapshot.waiting if job.id in self._plans}
         offers = {each.id: each.offer for each in snapshot.idle}
         plans: dict[str, PlannedJob] = {}
         hopeless: set[str] = set()
         broken: dict[str, str] = {}
+        budget = _PlanningBudget(self._units.clock.steady)
+        started = False
 
         def fit(job: WaitingJob, providers: tuple[str, ...]) -> tuple[str, ...] | Refusal:
             try:
                 with self._units.db.read() as db:
                     barred = db.assignments.barred(job.id)
                 chosen = tuple((name, offers[name]) for name in providers if name not in barred)
-                plan = self._plan_reachable(job, chosen, snapshot.unreachable)
+                plan = self._plan_reachable(job, chosen, snapshot.unreachable, budget)
                 if isinstance(plan, PlannedJob):
                     plans[job.id] = plan
                     return plan.providers
-                if self._is_hopeless(job, snapshot):
+                if self._is_hopeless(job, snapshot, budget):
                     hopeless.add(job.id)
+            except _DeferredError as error:
+                return Refusal(str(error), hopeless=True)
             except Exception as error:  # a job's files may hold anything; other jobs must go on
                 broken[job.id] = _explained("planned", error)
                 return Refusal(broken[job.id], hopeless=True)
             return Refusal(plan.reason, hopeless=job.id in hopeless)
 
-        last = snapshot.unreachable.keys() | snapshot.unreliable
-        idle = [_idle(each, is_last=each.id in last) for each in snapshot.idle]
-        started = False
-        for decision in decide(snapshot.queue, snapshot.running, idle, len(snapshot.busy), fit):
-            if decision.providers:
-                started |= self._start(decision, plans[decision.job])
-            elif decision.job in broken:
+        def start(decision: QueueDecision) -> None:
+            nonlocal started
+            started |= self._start(decision, plans[decision.job])
+
+        idle = snapshot.idle_providers()
+        for decision in decide(snapshot.queue, snapshot.running, idle, len(snapshot.busy), fit, start):
+            if decision.job in broken:
                 self._fail(decision.job, broken[decision.job])
-            else:
+            elif not decision.providers:
                 self._wait(decision, snapshot, is_insufficient=decision.job in hopeless)
-        return started
+        return _PassOutcome(started, len(budget.deferred))
 
     def _plan_reachable(
-        self, job: WaitingJob, chosen: _Chosen, unreachable: Mapping[str, str]
+        self,
+        job: WaitingJob,
+        chosen: _Chosen,
+        unreachable: Mapping[str, str],
+        budget: _PlanningBudget | None = None,
     ) -> PlannedJob | Infeasible:
         """Plan with the providers that others reach, or with one alone if it is large enough."""
         return plan_reachable(
-            lambda some: self._plan(job, tuple(some)), chosen, unreachable, job.min_providers
+            lambda some: self._plan(job, tuple(some), budget), chosen, unreachable, job.min_providers
         )
 
-    def _plan(self, job: WaitingJob, chosen: _Chosen) -> PlannedJob | Infeasible:
+    def _plan(
+        self, job: WaitingJob, chosen: _Chosen, budget: _PlanningBudget | None
+    ) -> PlannedJob | Infeasible:
         plans = self._plans.setdefault(job.id, {})
         links = self._link_tests.links_between(dict(chosen))
         chosen, links = with_slowdowns(chosen, links, self._slowdowns(job.id))
@@ -199,16 +281,17 @@ class Matching:
             spec = spec.model_copy(update={"min_providers": job.min_providers})
             while len(plans) >= _CACHED_PLANS:
                 del plans[next(iter(plans))]
-            plans[chosen, links] = self._planner.plan(spec, chosen, links)
+            with nullcontext() if budget is None else budget.spending(job):
+                plans[chosen, links] = self._planner.plan(spec, chosen, links)
         return plans[chosen, links]
 
-    def _is_hopeless(self, job: WaitingJob, snapshot: _Snapshot) -> bool:
+    def _is_hopeless(self, job: WaitingJob, snapshot: _Snapshot, budget: _PlanningBudget) -> bool:
         """Return whether even all connected providers together, idle and busy, cannot hold the job."""
         if not snapshot.busy:
             return True
         everybody = strongest_first((*snapshot.idle, *snapshot.busy), snapshot.unreachable)
         chosen = tuple((each.id, each.offer) for each in everybody[: job.max_providers])
-        return isinstance(self._plan_reachable(job, chosen, snapshot.unreachable), Infeasible)
+        return isinstance(self._plan_reachable(job, chosen, snapshot.unreachable, budget), Infeasible)
 
     def plan_with(self, job: JobRecord, providers: Sequence[ProviderRecord]) -> PlannedJob | Infeasible:
         """Plan a job for given providers, idle or not; nothing is reserved."""
@@ -305,9 +388,10 @@ class Matching:
             for provider in free:
                 reason = f"reserved for {record.name}"
                 uow.db.providers.move(provider, ProviderState.RESERVED, reason, job=record.id)
-            idle = idle_nodes(plan.plan)
-            reason = f"{decision.reason}. {idle}" if idle else decision.reason
-            uow.db.jobs.move(record, JobState.PLANNED, reason, plan=plan.explanation)
+            notes = " ".join(plan_notes(plan.plan))
+            reason = f"{decision.reason}. {notes}" if notes else decision.reason
+            shown = plain_lines(plan.explanation)  # it has names that the requester chose
+            uow.db.jobs.move(record, JobState.PLANNED, reason, plan=shown)
             uow.topics |= {("job", record.id), ("relays", "")}
         return True
 
@@ -371,9 +455,8 @@ def _least_providers(job: JobRecord) -> int:
     return 1 if job.attempt else job.min_providers
 
 
-def _idle(record: ProviderRecord, *, is_last: bool) -> IdleProvider:
-    """Return a provider for the queue, which orders providers by strength."""
-    return IdleProvider(record.id, 0.0 if is_last else record.offer.compute, record.offer.ram)
+def _strength(provider: ProviderRecord) -> float:
+    return provider.offer.compute * provider.offer.ram
 
 
 def _note(problem: StageFormatError | None) -> str:

@@ -9,8 +9,9 @@ import numpy as np
 from pydantic import BaseModel
 
 from ravnest.plan.infeasible import Infeasible
+from ravnest.schemas.checkpoints import UploadedCheckpoint
 from ravnest.schemas.estimates import JobEstimate
-from ravnest.schemas.jobs import JobSpec
+from ravnest.schemas.jobs import JobSpec, ResultFile
 from ravnest.schemas.providers import Assignment, ProviderOffer
 from ravnest.server.scheduling.link_tests import ProviderLinks
 from ravnest.server.scheduling.planning import PlannedJob
@@ -53,6 +54,23 @@ class EstimateQuestion(msgspec.Struct, frozen=True, tag="estimate"):
     links: ProviderLinks
 
 
+class ResultQuestion(msgspec.Struct, frozen=True, tag="result"):
+    """Request to check the files of a trained model."""
+
+    artifacts: str
+    files: tuple[ResultFile, ...]
+    cluster: tuple[Assignment, ...]
+    """Assignments of the nodes of the cluster."""
+
+
+class ManifestQuestion(msgspec.Struct, frozen=True, tag="manifest"):
+    """Request to check the manifest of an uploaded checkpoint."""
+
+    path: str
+    uploaded: UploadedCheckpoint
+    stages: int
+
+
 class PlannerReady(msgspec.Struct, frozen=True, tag="ready"):
     """First message of the process: it has started."""
 
@@ -81,6 +99,12 @@ class JobEstimated(msgspec.Struct, frozen=True, tag="estimated"):
     estimate: JobEstimate
 
 
+class FilesChecked(msgspec.Struct, frozen=True, tag="checked"):
+    """Reply: what is wrong with files; empty if nothing is."""
+
+    problem: str
+
+
 class PlannerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Reply: an error."""
 
@@ -91,8 +115,11 @@ class PlannerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Number of an error of the system, such as that of a full disk."""
 
 
-PlannerRequest = PlanRequest | ShipRequest | EstimateQuestion
-PlannerReply = PlannerReady | JobPlanned | JobInfeasible | JobShipped | JobEstimated | PlannerFailed
+FilesQuestion = ResultQuestion | ManifestQuestion
+PlannerRequest = PlanRequest | ShipRequest | EstimateQuestion | FilesQuestion
+PlannerReply = (
+    PlannerReady | JobPlanned | JobInfeasible | JobShipped | JobEstimated | FilesChecked | PlannerFailed
+)
 
 
 def write_message(stream: IO[bytes], message: PlannerRequest | PlannerReply) -> None:

@@ -1,7 +1,7 @@
-"""Program of the planner process: reads a request, plans or ships, writes the reply, and so on.
+"""Program of the planner process: reads a request, plans, ships or checks, writes the reply, and so on.
 
-A model is a file of a requester and may hold anything. Its size in memory and the time that it takes are
-limited here, and a crash ends this process only.
+A model is a file of a requester, a result one of a provider, and both may hold anything. Their size in
+memory and the time that they take are limited here, and a crash ends this process only.
 """
 
 from __future__ import annotations
@@ -22,13 +22,18 @@ from ravnest import host
 from ravnest.errors import RavnestError
 from ravnest.plan.infeasible import Infeasible
 from ravnest.server.artifacts import ArtifactFolder
+from ravnest.server.checkpoint_check import manifest_misfit
+from ravnest.server.result_check import ShippedResultCheck
 from ravnest.server.scheduling.estimates import estimate_job
 from ravnest.server.scheduling.planner_messages import (
     EstimateQuestion,
+    FilesChecked,
+    FilesQuestion,
     JobEstimated,
     JobInfeasible,
     JobPlanned,
     JobShipped,
+    ManifestQuestion,
     PlannerFailed,
     PlannerReady,
     PlannerReply,
@@ -57,6 +62,8 @@ class PlannerProgram:
         try:
             if isinstance(request, EstimateQuestion):
                 return JobEstimated(estimate_job(request))
+            if isinstance(request, FilesQuestion):
+                return FilesChecked(_problem(request))
             planner = self._planner_of(request)
             if isinstance(request, PlanRequest):
                 found = planner.plan(request.spec, request.providers, request.links)
@@ -77,6 +84,14 @@ class PlannerProgram:
             artifacts, scratch = map(Path, folders)
             self._planner, self._folders = ArtifactPlanner(ArtifactFolder(artifacts), scratch), folders
         return self._planner
+
+
+def _problem(question: FilesQuestion) -> str:
+    """Return what is wrong with the files of a provider; empty if nothing is."""
+    if isinstance(question, ManifestQuestion):
+        return manifest_misfit(Path(question.path), question.uploaded, question.stages)
+    check = ShippedResultCheck(ArtifactFolder(Path(question.artifacts)).path)
+    return check(question.files, {each.node: each for each in question.cluster})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -27,6 +27,7 @@ from ravnest.server.scheduling.job_start import JobStart
 from ravnest.server.scheduling.link_tests import NO_LINKS, ProviderLinks
 from ravnest.types import Address
 
+_TWO_VERSIONS = "schedule='async' keeps two versions of the weights and two batches: 'sync' needs less."
 Candidates = Sequence[tuple[str, ProviderOffer]]
 """Ids and offers of providers, strongest first."""
 
@@ -129,7 +130,7 @@ def plan_job(
     check_data(spec)
     recompute = spec.training.recompute is not False
     smallest = with_loss_chunks(profile, chunk_counts(profile)[-1])
-    costs = memory_steps(smallest)[-1].costs(
+    costs = memory_steps(smallest, spec.training.schedule)[-1].costs(
         smallest, spec.training.update_frequency, recompute=recompute
     )
     least = max(spec.min_providers, spec.clusters or 1)
@@ -141,7 +142,7 @@ def plan_job(
         figures = links.figures(chosen)
         plan = _plan(spec, profile, chosen, figures)
         if isinstance(plan, Plan):
-            explanation = explain(plan, profile, _unit_names(profile)) + _about_clusters(plan)
+            explanation = explain(plan, profile, _unit_names(profile))
             names, offers = zip(*chosen, strict=True)
             return PlannedJob(spec, plan, names, explanation, offers=offers)
         infeasible = infeasible or plan
@@ -149,21 +150,11 @@ def plan_job(
             chosen = _without_cut_off(chosen, figures)
         else:
             chosen = _without_smallest(chosen, max(len(chosen) // 8, 1))
+    if infeasible is not None and spec.training.schedule == "async" and not infeasible.cut_off:
+        return replace(infeasible, reason=f"{infeasible.reason} {_TWO_VERSIONS}")
     return infeasible or Infeasible(
         f"the model needs {size(costs.smallest_total)} to train at batch {costs.batch_size}, on at least"
         f" {least} providers with different addresses; {len(chosen)} such providers are idle"
-    )
-
-
-def _about_clusters(plan: Plan) -> str:
-    """Tell what an epoch means with several clusters."""
-    if len(plan.clusters) == 1:
-        return ""
-    return (
-        f"\nThe {len(plan.clusters)} clusters share the data: an epoch is one pass over all of it, and"
-        " each cluster makes its share of the updates that one process would make. A learning rate"
-        " scheduler that is stepped after each update advances by the updates of one process, so that"
-        " it ends where it would end there.\n"
     )
 
 
@@ -230,6 +221,7 @@ def _plan(
                 ema=training.ema is not None,
             ),
             recompute=training.recompute is not False,
+            schedule=training.schedule,
             source="",
             links=figures,
         )

@@ -30,11 +30,11 @@ class WaitingJob:
 
 @dataclass(frozen=True)
 class IdleProvider:
-    """A provider without a job; its strength is compute times RAM."""
+    """A provider without a job."""
 
     id: str
-    compute: float
-    ram: float
+    strength: float
+    """Compute times RAM; the strongest are used first."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,13 @@ def decide(
     idle: Iterable[IdleProvider],
     busy: int = 0,
     fit: Fit = lambda _, providers: providers,
+    start: Callable[[QueueDecision], None] = lambda _: None,
 ) -> tuple[QueueDecision, ...]:
     """Return one decision for each waiting job, in the order in which they were tried.
 
     ``running`` counts the running jobs of each owner, ``busy`` the connected providers that have a job.
-    ``fit`` is called once for each job that has enough providers; without it every job fits.
+    ``fit`` is called once for each job that has enough providers; without it every job fits. ``start``
+    is called with each job that starts, before the next one is tried: plans may take long.
     """
     queue = _Queue(Counter(running), _by_strength(idle), busy)
     left = list(waiting)
@@ -80,11 +82,13 @@ def decide(
         job = min(left, key=queue.priority)
         left.remove(job)
         queue.offer(job, fit)
+        if queue.decisions[-1].providers:
+            start(queue.decisions[-1])
     return tuple(replace(made, passed_over=queue.passed[made.job]) for made in queue.decisions)
 
 
 def _by_strength(idle: Iterable[IdleProvider]) -> list[str]:
-    ordered = sorted(idle, key=lambda provider: (-provider.compute * provider.ram, provider.id))
+    ordered = sorted(idle, key=lambda provider: (-provider.strength, provider.id))
     return [provider.id for provider in ordered]
 
 

@@ -59,7 +59,8 @@ def with_seeds(
                 for each, spec in zip(members, model.stages(stage_starts(plan)), strict=True)
             ]
             old = stored_set(checkpoint, artifacts, start.optimizer)
-            manifests = convert_checkpoints(old, stages, start=position, mean=mean)
+            own = planned.spec.resume_from is None  # else the results may be those of the job before
+            manifests = convert_checkpoints(old, stages, start=position, mean=mean, same_job=own)
             for each, stage, manifest in zip(members, stages, manifests, strict=True):
                 seed = _seed(CheckpointFolder(stage.folder), manifest.id, artifacts)
                 seeded[each.node] = each.model_copy(update={"seed": seed, "resume": True})

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 SHARE = 0.01
@@ -39,51 +39,39 @@ def least_interval(size: int, bandwidth: float) -> float:
     return seconds / SHARE
 
 
-@dataclass
-class _PlaceHistory:
-    unanswered: dict[str, int] = field(default_factory=dict)
-    """Checks in a row that a provider has not answered."""
-    accused: dict[str, str] = field(default_factory=dict)
-    """Provider that a receiver has accused, by receiver."""
-
-
 class CheckHistory:
     """Outcomes of the checks of all running jobs. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._places: dict[CheckedPlace, _PlaceHistory] = {}
+        self._unanswered: dict[tuple[CheckedPlace, str], int] = {}
+        """Checks in a row that a provider has not answered."""
+        self._accused: dict[tuple[str, str], str] = {}
+        """Provider that a receiver has accused, by job and receiver: a new plan does not end it."""
 
     def agreed(self, place: CheckedPlace, sender: str) -> None:
         """Note an output that was computed again with the same result, or that nobody can compare."""
-        self._of(place).unanswered.pop(sender, None)
+        self._unanswered.pop((place, sender), None)
 
     def differs(self, place: CheckedPlace, sender: str, receiver: str) -> Side:
         """Return who is blamed for an output that is another one than the server's.
 
         Either the sender has sent something else than it states, or the receiver says something else
-        than it has received. The sender is blamed at first. If the next provider of its place looks
-        wrong to the same receiver, two stand against one.
+        than it has received. The sender is blamed at first. If another provider looks wrong to the same
+        receiver in the same job, two stand against one.
         """
-        history = self._of(place)
-        before = history.accused.get(receiver)
-        if before is not None and before != sender:
-            return "receiver"
-        history.accused[receiver] = sender
-        return "sender"
+        before = self._accused.setdefault((place.job, receiver), sender)
+        return "sender" if before == sender else "receiver"
 
     def unanswered(self, place: CheckedPlace, sender: str, receiver: str) -> Side | None:
         """Return who is blamed for a check without an answer; ``None``: nobody yet."""
-        history = self._of(place)
-        count = history.unanswered.get(sender, 0) + 1
-        history.unanswered[sender] = count
+        count = self._unanswered.get((place, sender), 0) + 1
+        self._unanswered[place, sender] = count
         if count < MOST_UNANSWERED:
             return None
-        history.unanswered.pop(sender)
+        del self._unanswered[place, sender]
         return self.differs(place, sender, receiver)
 
     def keep(self, jobs: Collection[str]) -> None:
         """Forget all other jobs."""
-        self._places = {place: each for place, each in self._places.items() if place.job in jobs}
-
-    def _of(self, place: CheckedPlace) -> _PlaceHistory:
-        return self._places.setdefault(place, _PlaceHistory())
+        self._unanswered = {key: each for key, each in self._unanswered.items() if key[0].job in jobs}
+        self._accused = {key: each for key, each in self._accused.items() if key[0] in jobs}

@@ -41,6 +41,8 @@ class VacantPlace:
     """True if it talks to other nodes at all."""
     taken: frozenset[str] = frozenset()
     """Addresses of the other nodes of its job."""
+    refused: frozenset[str] = frozenset()
+    """Providers that say that the job fails there; they cannot confirm it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def fill(
 
     Places that need the most RAM choose first: every spare that fits them fits the others too. The
     provider that had a place before is preferred, since it may still have its files and checkpoints,
-    unless its machine was the cause; then it is the last choice.
+    unless its machine was the cause, or it was lost before; then it is the last choice.
     """
     free = list(spares)
     chosen: dict[int, SpareProvider] = {}
@@ -105,12 +107,14 @@ def returning(
     return {
         place.node: free[place.holder]
         for place in places
-        if place.cause != "machine" and place.holder in free and not misfit(place, free[place.holder])
+        if not _is_failing(place) and place.holder in free and not misfit(place, free[place.holder])
     }
 
 
 def misfit(place: VacantPlace, spare: SpareProvider) -> str:
     """Return why a provider cannot take a place; empty if it can."""
+    if spare.id in place.refused:
+        return f"{spare.name} says that the job fails there"
     if spare.ram < place.needs.ram:
         return f"{spare.name} has {size(spare.ram)}"
     if not place.tls and not spare.is_loopback:
@@ -139,8 +143,17 @@ def exhausted(place: VacantPlace) -> str:
 
 def _preference(place: VacantPlace, spare: SpareProvider) -> tuple[int, float, float]:
     """Return the sort key of a spare that fits, smallest first."""
-    again = 2 if place.cause == "machine" else 0
+    again = 2 if _is_failing(place) else 0
     return again if spare.id == place.holder else 1, -predicted_rate(place.needs, spare), -spare.compute
+
+
+def _is_failing(place: VacantPlace) -> bool:
+    """Return whether another provider should have the place, rather than the one that had it last.
+
+    A provider that is lost again and again would use up all refills, whatever it gives as the cause.
+    """
+    is_lost_again = place.cause != "" and place.refills >= MOST_REFILLS - 1
+    return place.cause == "machine" or is_lost_again
 
 
 def _shortage(place: VacantPlace, problems: Sequence[str]) -> str:

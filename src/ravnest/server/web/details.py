@@ -16,9 +16,10 @@ from ravnest.schemas.jobs import (
 )
 from ravnest.schemas.providers import Assignment
 from ravnest.server.db.database import Transaction
-from ravnest.server.db.records import AssignmentRecord, JobRecord, LinkRecord
+from ravnest.server.db.records import FAILURES, AssignmentRecord, JobRecord, LinkRecord
 from ravnest.server.job_status import holders, lineage, roots
 from ravnest.server.views import history, job_view
+from ravnest.server.web.curves import MicrobatchSizes, current_rate, microbatch_sizes
 from ravnest.server.web.layers import StageLayers, stage_layers
 from ravnest.telemetry import RecoveryRecord, RoundRecord, TimingRecord
 
@@ -30,15 +31,11 @@ _PARTS = 100
 
 @dataclass(frozen=True)
 class TimeShares:
-    """Shares of time of a stage, between 0 and 1; sending and receiving overlap with computing."""
+    """Shares of time of a stage, between 0 and 1; sending overlaps with computing."""
 
     computing: float
-    sending: float
-
-    @property
-    def waiting(self) -> float:
-        """Share of time without computing."""
-        return max(0.0, 1.0 - self.computing)
+    sending: float | None
+    """Share in which the busier of its links to the neighbours sends; ``None``: not known."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +56,10 @@ class StageBox:
     computing: float | None
     """Shares of time, between 0 and 1; ``None``: not known yet."""
     sending: float | None
-    waiting: float | None
     in_flight: int | None
     window: int | None
+    averaging: bool
+    """The cluster of this Root takes part in a round now."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +127,8 @@ class ProviderPart:
 
     job: str
     job_name: str
+    submitted: float
+    """Time at which the job was submitted."""
     node: int
     cluster: int
     role: str
@@ -185,6 +185,7 @@ def provider_detail(
         ProviderPart(
             job=each.job,
             job_name=seen[each.job].name,
+            submitted=seen[each.job].created,
             node=each.node,
             cluster=each.cluster,
             role=each.role,
@@ -200,31 +201,31 @@ def provider_detail(
         id=provider,
         parts=tuple(parts[:_PARTS]),
         finished=sum(each.phase == "finished" for each in parts),
-        failed=sum(each.phase == "failed" or each.cause == "machine" for each in parts),
+        failed=sum(each.phase == "failed" or each.cause in FAILURES for each in parts),
         lost=sum(each.phase == "lost" for each in parts),
         events=tuple(events),
     )
 
 
-def time_shares(
-    timing: TimingRecord, samples_per_second: float, samples_per_microbatch: float
-) -> TimeShares:
+def time_shares(timing: TimingRecord, samples_per_second: float, parts: MicrobatchSizes) -> TimeShares:
     """Return the shares of time of a stage at the rate of its cluster."""
-    rate = samples_per_second / samples_per_microbatch
-    computing = (timing.forward + timing.backward + timing.step) * rate
-    sending = (timing.to_next + timing.to_previous) * rate
-    return TimeShares(min(1.0, computing), min(1.0, sending))
+    rate = samples_per_second / parts.samples
+    links = [each for each in (timing.to_next_busy, timing.to_previous_busy) if each is not None]
+    return TimeShares(
+        computing=min(1.0, parts.computing(timing) * rate),
+        sending=min(1.0, max(links) * rate) if links else None,
+    )
 
 
 def _shares(view: JobView, spec: JobSpec) -> Mapping[tuple[int, int], TimeShares]:
-    """Return the shares of time by cluster and stage, as far as rate and timings are known."""
-    schedule, rate = view.progress.schedule, view.progress.samples_per_second
-    if schedule is None or not rate:
+    """Return the shares of time by cluster and stage, as far as rates and timings are known."""
+    if view.progress.schedule is None:
         return {}
-    size = max(1.0, spec.training.batch_size / max(1, schedule.microbatches))
+    parts = microbatch_sizes(spec.training, view.progress.schedule)
     return {
-        (each.cluster, timing.stage): time_shares(timing, rate, size)
+        (each.cluster, timing.stage): time_shares(timing, rate, parts)
         for each in view.clusters
+        if each.pace is not None and (rate := current_rate(each.pace))
         for timing in each.timings
     }
 
@@ -256,9 +257,9 @@ def _nodes(
                 layers=stage_layers(path_of(body.weights.sha256)),
                 computing=None if share is None else share.computing,
                 sending=None if share is None else share.sending,
-                waiting=None if share is None else share.waiting,
                 in_flight=None if known.queue is None else known.queue.in_flight,
                 window=None if known.queue is None else known.queue.window or None,
+                averaging=known.queue is not None and known.queue.averaging,
             )
         )
     return tuple(found)

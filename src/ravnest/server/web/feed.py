@@ -1,16 +1,20 @@
 """State of the page that all browsers share: jobs as cards and providers as rows.
 
-It is read from the database at most once per ``PAUSE``, however many browsers watch, and not at all
+It is read from the database at most once per ``PAGE_PAUSE``, however many browsers watch, and not at all
 while nobody does. Items that have not changed stay the same objects, so that comparing two states is
 cheap.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from ravnest.deadlines import PAGE_PAUSE
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import JobState, JobView
 from ravnest.schemas.providers import ProviderState
@@ -23,9 +27,8 @@ from ravnest.server.views import job_view
 from ravnest.server.web.curves import loss_buckets
 from ravnest.server.web.sparkline import MOST_POINTS, Point, extended
 
-PAUSE = 0.4
-"""Seconds between two readings of the database."""
 MOST_JOBS = 100
+"""Newest jobs of all, and of each requester that watches; those that have not ended are always shown."""
 _SILENT = 12.0
 """Seconds without a request after which the page says since when a provider is silent."""
 
@@ -106,6 +109,8 @@ class PageState:
     providers: Mapping[str, ProviderRow] = field(default_factory=dict)
     discreet: Mapping[str, ProviderRow] = field(default_factory=dict)
     """The same providers without their work, for requesters that it does not concern."""
+    used_memory: int = 0
+    """Bytes that the workers of all jobs take."""
 
     def seen_by(self, member: MemberRecord) -> PageState:
         """Return the part of the state that a member may see."""
@@ -119,7 +124,7 @@ class PageState:
             key: row if row.job is None or row.job in jobs else self.discreet[key]
             for key, row in self.providers.items()
         }
-        return PageState(self.time, jobs, rows)
+        return PageState(self.time, jobs, rows, used_memory=self.used_memory)
 
 
 @dataclass(frozen=True)
@@ -137,14 +142,36 @@ class PageFeed:
         self._lock = threading.Lock()
         self._rows: dict[str, _KnownRow] = {}
         self._relays: Mapping[str, RelayView] = {}
-        self._read = -PAUSE
+        self._read = -math.inf
         self._state = PageState(0.0)
+        self._owners: Counter[str] = Counter()
+        """Requesters that watch, with the number of their pages."""
+
+    @contextmanager
+    def watched_by(self, member: MemberRecord) -> Iterator[None]:
+        """Read the newest jobs of a requester too while the block runs, however old they are."""
+        if member.role is not ApiRole.REQUESTER:
+            yield
+            return
+        with self._lock:
+            self._owners[member.id] += 1
+            self._read = -math.inf
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._owners[member.id] -= 1
+                self._owners += Counter()  # without those that are gone
+
+    def rest(self) -> float:
+        """Return the seconds until ``current`` reads a new state."""
+        return max(0.0, self._read + PAGE_PAUSE - self._server.clock.steady())
 
     def current(self) -> PageState:
-        """Return the state, at most ``PAUSE`` seconds old."""
+        """Return the state, at most ``PAGE_PAUSE`` seconds old."""
         with self._lock:
             now = self._server.clock.steady()
-            if now - self._read >= PAUSE:
+            if now - self._read >= PAGE_PAUSE:
                 self._state = self._next()
                 self._read = now
             return self._state
@@ -153,8 +180,9 @@ class PageFeed:
         server = self._server
         wall = server.clock.wall()
         with server.db.read() as db:
-            jobs = db.jobs.listed(None, MOST_JOBS)
+            jobs = db.jobs.shown(self._owners, MOST_JOBS)
             cards = {record.id: self._card(db, record) for record in jobs}
+            used = db.assignments.used_memory()
             records = db.providers.present(wall - server.settings.shown_after_loss)
             outcomes = db.assignments.outcomes(each.id for each in records if not self._is_known(each))
         relays = server.relay_service.live()
@@ -164,7 +192,8 @@ class PageFeed:
             each.id: self._row(each, known.get(each.id), outcomes.get(each.id), wall) for each in records
         }
         rows = {key: known.row for key, known in self._rows.items()}
-        return PageState(wall, cards, rows, {key: known.discreet for key, known in self._rows.items()})
+        discreet = {key: known.discreet for key, known in self._rows.items()}
+        return PageState(wall, cards, rows, discreet, used)
 
     def _card(self, db: Transaction, record: JobRecord) -> JobCard:
         known = self._state.jobs.get(record.id)

@@ -70,9 +70,12 @@ class _PageStream(StreamingResponse):
 
 
 @router.get("/whoami")
-def whoami(member: Visitor) -> Response:
-    """Return the member that this browser is logged in as."""
-    return _json({"id": member.id, "name": member.name, "role": member.role})
+async def whoami(request: Request, member: Visitor) -> Response:
+    """Return the member that this browser is logged in as, and why it would get no stream."""
+    places = request.app.state.page_streams
+    assert isinstance(places, StreamPlaces)
+    refusal = places.refusal(source_of(request))
+    return _json({"id": member.id, "name": member.name, "role": member.role, "refusal": refusal})
 
 
 @router.get("/jobs/{job}")

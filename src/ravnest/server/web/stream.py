@@ -12,10 +12,11 @@ import msgspec
 from starlette.concurrency import run_in_threadpool
 
 from ravnest.errors import ServerRefusedError
+from ravnest.relay.sockets import network_of
 from ravnest.server.db.records import MemberRecord
 from ravnest.server.server import Server
 from ravnest.server.web.deltas import item_changes
-from ravnest.server.web.feed import CONTINUED, PAUSE, PageFeed, PageState
+from ravnest.server.web.feed import CONTINUED, PageFeed, PageState
 from ravnest.version import __version__
 
 TICK = 5.0
@@ -32,20 +33,30 @@ class StreamPlaces:
         self._per_address = per_address
         self._open: Counter[str] = Counter()
 
+    def refusal(self, address: str) -> str:
+        """Return why an address gets no place now; empty if it gets one.
+
+        Browsers hide the answer to a refused stream from scripts, so that pages ask for it.
+        """
+        if self._open.total() >= self._most:
+            return "too many browsers watch this server; close some pages"
+        if self._open[network_of(address)] >= self._per_address:
+            return "too many pages of this address watch the server; close some of them"
+        return ""
+
     @contextmanager
     def taken(self, address: str) -> Iterator[None]:
         """Take a place while the block runs; refuse (429) if there is none."""
-        if self._open.total() >= self._most:
-            raise ServerRefusedError("too many browsers watch this server", 429, TICK)
-        if self._open[address] >= self._per_address:
-            raise ServerRefusedError("too many pages of this address watch the server", 429, TICK)
-        self._open[address] += 1
+        if reason := self.refusal(address):
+            raise ServerRefusedError(reason, 429, TICK)
+        network = network_of(address)
+        self._open[network] += 1
         try:
             yield
         finally:
-            self._open[address] -= 1
-            if not self._open[address]:
-                del self._open[address]
+            self._open[network] -= 1
+            if not self._open[network]:
+                del self._open[network]
 
 
 async def page_events(
@@ -53,7 +64,7 @@ async def page_events(
 ) -> AsyncIterator[bytes]:
     """Yield the events of a stream until the server stops or the member may not see it any more."""
     sent = PageState(0.0)
-    with server.notifications.subscribe(("page", "")) as news:
+    with server.notifications.subscribe(("page", "")) as news, feed.watched_by(member):
         yield f"retry: {_RETRY}\n\n".encode()
         is_first = True
         while not news.is_closed:
@@ -70,8 +81,9 @@ async def page_events(
             else:
                 yield _event("change", _changes(sent, state))
             sent, is_first = state, False
-            await asyncio.sleep(PAUSE)
             await news.wait(tick)
+            # After the news: a state that was read before them, for another browser, does not have them.
+            await asyncio.sleep(feed.rest())
 
 
 def _visible(server: Server, feed: PageFeed, member: MemberRecord) -> PageState:
@@ -84,6 +96,8 @@ def _changes(before: PageState, after: PageState) -> dict[str, Any]:
     jobs = item_changes(before.jobs, after.jobs, CONTINUED)
     providers = item_changes(before.providers, after.providers)
     found: dict[str, Any] = {"time": after.time}
+    if before.used_memory != after.used_memory:
+        found["used_memory"] = after.used_memory
     if jobs:
         found["jobs"] = jobs
     if providers:

@@ -27,7 +27,7 @@ def certificate(
 ) -> SignedCertificate:
     """Sign a certificate for the node; the plan determines its name."""
     found = _own(server, member, assignment)
-    return server.auth.sign(found.job, found.node, body.csr)
+    return server.auth.sign(found.job, found.node, body.csr, found.node_spec.generation)
 
 
 @router.get("/{assignment}/peers")

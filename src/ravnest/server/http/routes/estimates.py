@@ -13,10 +13,6 @@ router = APIRouter(prefix="/api/estimates", tags=["jobs"], route_class=GuardedRo
 
 @router.post("")
 @large_body
-def estimate(
-    body: EstimateRequest,
-    member: RequesterMember,  # noqa: ARG001 - checked by the route
-    server: CurrentServer,
-) -> JobEstimate:
+def estimate(body: EstimateRequest, member: RequesterMember, server: CurrentServer) -> JobEstimate:
     """Plan a job for the providers of now; nothing is stored or reserved."""
-    return server.estimate_service.estimate(body)
+    return server.estimate_service.estimate(member.id, body)

@@ -59,11 +59,17 @@ async def wait(
 
 
 @router.get("/{job}/losses")
-def losses(job: str, member: JobReader, server: CurrentServer, first: Position = 0) -> LossHistory:
-    """Return the losses from update ``first`` on, and all validations."""
+def losses(
+    job: str,
+    member: JobReader,
+    server: CurrentServer,
+    first: Position = 0,
+    since: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0,
+) -> LossHistory:
+    """Return the losses from update ``first`` on, and validations and rounds since a time."""
     server.visible_job(member, job)
     with server.db.read() as db:
-        return job_losses(db, job, first)
+        return job_losses(db, job, first, since)
 
 
 @router.get("/{job}/events")

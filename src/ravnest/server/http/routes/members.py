@@ -6,8 +6,9 @@ from fastapi import APIRouter
 
 from ravnest.schemas.auth import MemberView
 from ravnest.server.auth.dependencies import AdminMember, CurrentServer
+from ravnest.server.http.guarded_route import GuardedRoute
 
-router = APIRouter(prefix="/api/members", tags=["members"])
+router = APIRouter(prefix="/api/members", tags=["members"], route_class=GuardedRoute)
 
 
 @router.get("")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
 
 from ravnest.errors import ServerRefusedError
 from ravnest.server.auth.dependencies import AnyMember, CurrentServer
 from ravnest.server.http.guarded_route import GuardedRoute, streamed_body
 
 router = APIRouter(prefix="/api/probe", tags=["server"], route_class=GuardedRoute)
+
+_BLOCK = 64 << 10
+"""Random bytes that are in memory at once."""
 
 
 @router.get("", response_class=Response)
@@ -21,7 +26,13 @@ def download(
     """Return random bytes, which cannot be compressed."""
     if size > server.settings.probe_bytes:
         raise ServerRefusedError(f"a probe has {server.settings.probe_bytes} bytes at most", 422)
-    return Response(os.urandom(size), media_type="application/octet-stream")
+    headers = {"Content-Length": str(size)}
+    return StreamingResponse(_random(size), media_type="application/octet-stream", headers=headers)
+
+
+async def _random(size: int) -> AsyncIterator[bytes]:
+    for start in range(0, size, _BLOCK):
+        yield os.urandom(min(_BLOCK, size - start))
 
 
 @router.post("")

@@ -41,13 +41,13 @@ function App() {
   const isOld = status === "down" || status === "stale";
   return html`<a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to the content</a>
     <header class="top">
-      <a class="brand" href="#/"><img src="/static/icon.svg" alt="" width="26" height="26" /> Ravnest</a>
+      <a class="brand" href="#/"><img src="/static/icon.svg" alt="" width="26" height="26" /> <span>Ravnest</span></a>
       <nav aria-label="Main"><a href="#/" aria-current=${view.kind === "overview" ? "page" : null}>Overview</a><a href="#/join" aria-current=${view.kind === "join" ? "page" : null}>Join</a></nav>
       <${Connection} />
       <button type="button" class="tool" onClick=${choose} aria-label=${`Theme: ${theme}`} title=${`Theme: ${theme}`}>${theme === "dark" ? "☾" : theme === "light" ? "☀" : "◐"}</button>
       ${me && html`<${Who} me=${me} />`}
     </header>
-    ${isOld && html`<div class="notice bad wide" role="alert"><b>Disconnected.</b> ${sentence(store.problem || "the server is silent")} The page connects again by itself; what you see is from ${clock(store.heardAt / 1000)}.</div>`}
+    ${isOld && html`<div class="notice bad wide" role="alert"><b>Disconnected.</b> ${sentence(store.problem || "the server is silent")} The page connects again by itself; ${store.me ? `what you see is from ${clock(store.heardAt / 1000)}` : "there is nothing to show yet"}.</div>`}
     <main id="main" tabIndex="-1" class=${isOld ? "old" : ""} aria-busy=${status === "loading"}>${me ? html`<${View} view=${view} theme=${`${theme}${isDark}`} />` : html`<${Skeleton} />`}</main>
     <footer>Ravnest ${store.version} · times are local · <a href="#/join">join</a></footer>`;
 }
@@ -63,7 +63,7 @@ function View({ view, theme }) {
 function Connection() {
   useSecond();
   const words = { loading: "Connecting", live: "Live", stale: "Silent", down: "Reconnecting" }[store.status];
-  return html`<span class=${`connection ${store.status}`} role="status"><i aria-hidden="true"></i>${words}</span>`;
+  return html`<span class=${`connection ${store.status}`} role="status"><i aria-hidden="true"></i><span>${words}</span></span>`;
 }
 
 function Who({ me }) {
@@ -71,7 +71,8 @@ function Who({ me }) {
     await call("POST", "/logout");
     location.reload();
   };
-  return html`<span class="who"><b>${me.role}</b> <span>${me.name === me.role ? "" : me.name}</span> <button type="button" class="link" onClick=${leave}>Log out</button></span>`;
+  const name = me.name === me.role || me.name === "browser" ? "" : ` ${me.name}`;
+  return html`<span class="who"><span>${me.role.charAt(0).toUpperCase()}${me.role.slice(1)}${name} · </span><button type="button" class="link" onClick=${leave}>Log out</button></span>`;
 }
 
 function Skeleton() {

@@ -3,7 +3,7 @@ import uPlot from "./vendor/uplot.js";
 import { html, useEffect, useLayoutEffect, useRef } from "./html.js";
 import { clock, count, figure } from "./format.js";
 
-const HEIGHT = 220;
+const HEIGHT = 236;
 const NEAR = 7; // pixels from a mark
 
 function css(name) {
@@ -12,15 +12,15 @@ function css(name) {
 
 // `series` have a label, a colour and values; `band` fills between two of them. `range` is the part of the
 // x axis that is shown, `onRange` asks for another one.
-export function Chart({ title, unit, x, series, band, isTime, isLog, marks, range, extent, onRange, label, theme, low, high, hasLegend, isWide }) {
+export function Chart({ title, unit, x, series, band, isTime, isLog, isStepped, marks, range, extent, onRange, label, theme, low, high, hasLegend, isWide }) {
   const place = useRef(null), readout = useRef(null), plot = useRef(null);
   const latest = useRef({});
-  latest.current = { marks: marks ?? [], range: range ?? extent, onRange, series, unit, isTime, low, high };
+  latest.current = { marks: marks ?? [], range: range ?? extent, extent, x, onRange, series, isTime, low, high };
   const data = [x, ...series.map((each) => (isLog ? each.values.map((v) => (v > 0 ? v : null)) : each.values))];
   const shape = `${series.map((each) => each.label + each.colour).join()}|${isLog}|${isTime}|${theme}`;
 
   useLayoutEffect(() => {
-    const made = new uPlot(options(latest, place.current.clientWidth, { isLog, isTime, band, show }), data, place.current);
+    const made = new uPlot(options(latest, place.current.clientWidth, { isLog, isTime, isStepped, band, show, ask }), data, place.current);
     plot.current = made;
     document.fonts.ready.then(() => plot.current === made && made.redraw(false, true));
     const resized = new ResizeObserver(() => made.setSize({ width: place.current.clientWidth, height: HEIGHT }));
@@ -43,7 +43,7 @@ export function Chart({ title, unit, x, series, band, isTime, isLog, marks, rang
     }
     const at = made.data[0][index];
     const words = shown.filter((each) => !each.isHidden).map((each) => `${each.label} ${figure(each.values[index])}`);
-    const near = known.find((mark) => Math.abs(made.valToPos(mark.update, "x") - made.cursor.left) < NEAR);
+    const near = known.find((mark) => Math.abs(made.valToPos(placeOf(mark, timed), "x") - made.cursor.left) < NEAR);
     readout.current.textContent = [timed ? clock(at) : `update ${count(at)}`, ...words, near?.words].filter(Boolean).join(" · ");
   }
 
@@ -68,7 +68,16 @@ export function Chart({ title, unit, x, series, band, isTime, isLog, marks, rang
     const { min, max } = made.scales.x;
     const middle = made.cursor.idx == null ? (min + max) / 2 : x[made.cursor.idx];
     const half = ((max - min) / 2) * factor;
-    onRange(factor > 1 && half * 2 >= x[x.length - 1] - x[0] && !range ? null : [middle - half, middle + half]);
+    ask([middle - half, middle + half]);
+  }
+
+  // Asks for a part of the x axis; all of it is no range, so that new points are shown as they come.
+  function ask([from, to]) {
+    const { extent: whole, x: points, onRange: tell } = latest.current;
+    const [first, last] = whole ?? [points[0], points[points.length - 1]];
+    const least = Math.min(1, (last - first) / 50); // of an update or a second
+    const begin = Math.max(first, Math.min(from, last - least)), end = Math.min(last, Math.max(to, begin + least));
+    tell(begin <= first && end >= last ? null : [begin, end]);
   }
 
   return html`<figure class=${`chart ${isWide ? "whole" : ""}`}>
@@ -86,7 +95,12 @@ export function Chart({ title, unit, x, series, band, isTime, isLog, marks, rang
   </figure>`;
 }
 
-function options(latest, width, { isLog, isTime, band, show }) {
+// Returns where a mark is on the x axis.
+function placeOf(mark, isTime) {
+  return isTime ? mark.time : mark.update;
+}
+
+function options(latest, width, { isLog, isTime, isStepped, band, show, ask }) {
   const ink = css("--quiet"), lines = css("--line"), font = `12px ${css("--font")}`;
   const axis = { stroke: ink, font, grid: { stroke: lines, width: 1 }, ticks: { stroke: lines, width: 1, size: 5 } };
   const clocks = (_, values) => values.map((value) => clock(value).slice(0, 8));
@@ -100,7 +114,7 @@ function options(latest, width, { isLog, isTime, band, show }) {
       y: { distr: isLog ? 3 : 1, range: isLog ? undefined : (_, least, most) => bounds(latest.current, least, most) },
     },
     axes: [
-      { ...axis, size: 34, space: isTime ? 90 : 70, values: isTime ? clocks : (_, values) => values.map((v) => (Number.isInteger(v) ? count(v) : "")) },
+      { ...axis, size: 30, label: isTime ? "time" : "update", labelSize: 18, labelFont: font, labelGap: 0, space: isTime ? 90 : 70, values: isTime ? clocks : (_, values) => values.map((v) => (Number.isInteger(v) ? count(v) : "")) },
       { ...axis, size: 58, values: (_, values) => axisWords(values) },
     ],
     series: [{}, ...latest.current.series.map((each) => ({
@@ -108,6 +122,7 @@ function options(latest, width, { isLog, isTime, band, show }) {
       stroke: css(each.colour),
       width: each.isHidden ? 0 : 2,
       dash: each.dash,
+      paths: isStepped ? uPlot.paths.stepped({ align: -1 }) : undefined,
       points: { show: each.hasPoints ? true : undefined, size: 6 },
       spanGaps: true,
     }))],
@@ -121,10 +136,10 @@ function options(latest, width, { isLog, isTime, band, show }) {
       setCursor: [(made) => show(made.cursor.idx)],
       setSelect: [(made) => {
         if (made.select.width < 4) return;
-        latest.current.onRange([made.posToVal(made.select.left, "x"), made.posToVal(made.select.left + made.select.width, "x")]);
+        ask([made.posToVal(made.select.left, "x"), made.posToVal(made.select.left + made.select.width, "x")]);
         made.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
       }],
-      draw: [(made) => drawMarks(made, latest.current.marks)],
+      draw: [(made) => drawMarks(made, latest.current)],
     },
   };
 }
@@ -141,33 +156,27 @@ function bounds({ low, high }, least, most) {
   return [low ?? (least >= 0 ? Math.max(0, least - room) : least - room), high ?? most + room];
 }
 
-function drawMarks(made, marks) {
+// Draws checkpoints as ticks at the top edge, and takeovers as lines.
+function drawMarks(made, { marks, isTime }) {
   const { ctx, bbox } = made;
   const colours = { checkpoint: css("--mark"), takeover: css("--warn") };
   const ratio = devicePixelRatio;
   ctx.save();
   for (const mark of marks) {
-    const at = Math.round(made.valToPos(mark.update, "x", true));
+    const at = Math.round(made.valToPos(placeOf(mark, isTime), "x", true));
     if (at < bbox.left || at > bbox.left + bbox.width) continue;
+    const isTakeover = mark.kind === "takeover", size = 4.5 * ratio;
     ctx.strokeStyle = ctx.fillStyle = colours[mark.kind];
-    ctx.lineWidth = (mark.kind === "takeover" ? 1.5 : 1) * ratio;
-    ctx.setLineDash(mark.kind === "takeover" ? [] : [2 * ratio, 4 * ratio]);
+    ctx.lineWidth = 1.5 * ratio;
     ctx.beginPath();
     ctx.moveTo(at, bbox.top);
-    ctx.lineTo(at, bbox.top + bbox.height);
+    ctx.lineTo(at, bbox.top + (isTakeover ? bbox.height : 7 * ratio));
     ctx.stroke();
-    const size = 4.5 * ratio, y = bbox.top + size;
+    if (!isTakeover) continue;
     ctx.beginPath();
-    if (mark.kind === "takeover") {
-      ctx.moveTo(at - size, y - size);
-      ctx.lineTo(at + size, y - size);
-      ctx.lineTo(at, y + size);
-    } else {
-      ctx.moveTo(at, y - size);
-      ctx.lineTo(at + size, y);
-      ctx.lineTo(at, y + size);
-      ctx.lineTo(at - size, y);
-    }
+    ctx.moveTo(at - size, bbox.top);
+    ctx.lineTo(at + size, bbox.top);
+    ctx.lineTo(at, bbox.top + 2 * size);
     ctx.fill();
   }
   ctx.restore();

@@ -2,20 +2,21 @@
 import { html, pure, useMemo, useState } from "./html.js";
 import { Chart } from "./chart.js";
 import { figure } from "./format.js";
-import { Loading, Problem } from "./parts.js";
+import { Loading, Problem, useStore } from "./parts.js";
 import { useLatest } from "./latest.js";
 import { call } from "./store.js";
 
 const POINTS = 800;
-const PAUSE = 2000;
+const PAUSE = 900;
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
 
 export function Curves({ job, marks, theme }) {
+  const { status } = useStore(({ status }) => ({ status }));
   const [range, setRange] = useState(null);
   const [isLog, setLog] = useState(false);
   const [smoothing, setSmoothing] = useState(0);
   const query = range ? `&first=${Math.max(0, Math.floor(range[0]))}&last=${Math.max(0, Math.ceil(range[1]))}` : "";
-  const version = range ? query : `${job.updates}|${job.validation}|${job.state}`;
+  const version = `${query}|${job.updates}|${job.validation}|${job.state}|${status}`;
   const { data, error, again } = useLatest(() => call("GET", `/jobs/${job.id}/curves?points=${POINTS}${query}`), version, PAUSE);
   const [first, last] = [data?.loss.first ?? 0, data?.loss.last ?? 0];
   // Updates since these curves were loaded are shown once they are as wide as a bucket: before, nothing new would be seen.
@@ -23,25 +24,25 @@ export function Curves({ job, marks, theme }) {
   const newest = useMemo(() => (isNewer ? { update: job.updates - 1, loss: job.loss } : null), [isNewer && job.updates]);
   const end = newest ? newest.update : last;
   const extent = useMemo(() => (end > first ? [first, end] : null), [first, end]);
-  const zoom = useMemo(() => (found) => setRange(found && [Math.max(first, found[0]), Math.min(Math.max(last, found[0] + 1), found[1])]), [first, last]);
   if (error && !data) return html`<${Problem} error=${error} again=${again} />`;
   if (!data) return html`<${Loading} what="the curves" />`;
   const { loss, validations, paces, stages } = data;
-  const common = { range, extent, zoom, marks, theme };
+  const common = { range, extent, zoom: setRange, marks, theme, isLog };
+  const overTime = { marks, theme, isLog, smoothing };
   return html`<div class="toolbar">
       <label class="switch"><input type="checkbox" checked=${isLog} onChange=${(event) => setLog(event.target.checked)} /> Logarithmic</label>
       <label class="slider">Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${smoothing} onInput=${(event) => setSmoothing(Number(event.target.value))} /><span>${smoothing.toFixed(2)}</span></label>
-      <span class="key"><span class="mark checkpoint" aria-hidden="true">◆</span> checkpoint</span>
+      <span class="key"><span class="mark checkpoint" aria-hidden="true">❘</span> checkpoint</span>
       <span class="key"><span class="mark takeover" aria-hidden="true">▼</span> takeover</span>
       <span class="quiet">Drag to zoom, double-click to show all.</span>
     </div>
     ${error && html`<p class="notice warn">These curves are old: ${error}</p>`}
     <div class="charts">
-      <${LossChart} ...${{ ...common, loss, newest, isLog, smoothing }} />
+      <${LossChart} ...${{ ...common, loss, newest, smoothing }} />
       <${ValidationCharts} ...${common} validations=${validations} />
       <${LearningRateChart} ...${common} loss=${loss} />
-      <${RateChart} paces=${paces} theme=${theme} />
-      <${StageCharts} stages=${stages} theme=${theme} />
+      <${RateChart} ...${overTime} paces=${paces} />
+      <${StageCharts} ...${overTime} stages=${stages} />
       <${StalenessChart} ...${common} loss=${loss} />
     </div>`;
 }
@@ -69,37 +70,38 @@ function LossCurve({ loss, newest, range, extent, zoom, isLog, smoothing, marks,
   const values = shown.series[0].values.filter((each) => each != null);
   const label = values.length ? `Loss from ${values[0].toPrecision(3)} to ${values[values.length - 1].toPrecision(3)}` : "Loss: none yet";
   const count = shown.series.length;
-  return html`<${Chart} title="Loss" isWide=${true} unit=${step > 1 ? `mean and range of ${step} updates` : "per update"} label=${label} x=${shown.x} series=${shown.series}
+  return html`<${Chart} title="Loss" isWide=${true} unit=${step > 1 ? `average of ${step} updates` : "per update"} label=${label} x=${shown.x} series=${shown.series}
     band=${step > 1 ? { series: [count - 1, count], colour: "--c1" } : null} isLog=${isLog} marks=${marks} range=${range} extent=${extent} onRange=${zoom} theme=${theme} />`;
 }
 
-const ValidationCharts = pure(({ validations, range, extent, zoom, marks, theme }) => {
+const ValidationCharts = pure(({ validations, range, extent, zoom, marks, theme, isLog }) => {
   const names = [...new Set(validations.map((each) => each.name))];
   return names.map((name, index) => {
     const own = validations.filter((each) => each.name === name);
     const series = [{ label: name, colour: COLOURS[(index + 1) % COLOURS.length], values: own.map((each) => each.value), hasPoints: true }];
     return html`<${Chart} key=${name} title=${`Validation ${name}`} unit="after an epoch" label=${`Validation ${name}, ${own.length} results`} x=${own.map((each) => each.update)}
-      series=${series} marks=${marks} range=${range} extent=${extent} onRange=${zoom} theme=${theme} />`;
+      series=${series} isLog=${isLog} marks=${marks} range=${range} extent=${extent} onRange=${zoom} theme=${theme} />`;
   });
 });
 
-const LearningRateChart = pure(({ loss, range, extent, zoom, marks, theme }) => {
+const LearningRateChart = pure(({ loss, range, extent, zoom, marks, theme, isLog }) => {
   const known = loss.buckets.filter((each) => each.learning_rate != null);
   if (!known.length) return null;
   const values = known.map((each) => each.learning_rate);
   const series = [{ label: "learning rate", colour: "--c5", values }];
   return html`<${Chart} title="Learning rate" unit="first parameter group" label=${`Learning rate, now ${figure(values[values.length - 1])}`} x=${known.map((each) => each.last)}
-    series=${series} marks=${marks} range=${range} extent=${extent} onRange=${zoom} theme=${theme} />`;
+    series=${series} isStepped=${true} isLog=${isLog} marks=${marks} range=${range} extent=${extent} onRange=${zoom} theme=${theme} />`;
 });
 
 const RateChart = pure((props) => html`<${RateCurve} ...${props} />`);
 
-function RateCurve({ paces, theme }) {
+function RateCurve({ paces, marks, theme, isLog, smoothing }) {
   const [range, setRange] = useState(null);
+  const x = useMemo(() => paces.map((each) => each[0]), [paces]);
+  const series = useMemo(() => [{ label: "samples/s", colour: "--c3", values: smoothed(paces.map((each) => each[1]), smoothing) }], [paces, smoothing]);
   if (paces.length < 2) return null;
-  const series = [{ label: "samples/s", colour: "--c3", values: paces.map((each) => each[1]) }];
-  return html`<${Chart} title="Samples per second" unit="last half hour" label="Samples per second over time" isTime=${true} x=${paces.map((each) => each[0])}
-    series=${series} range=${range} onRange=${setRange} theme=${theme} />`;
+  return html`<${Chart} title="Samples per second" unit="all clusters" label="Samples per second over time" isTime=${true} x=${x}
+    series=${series} isLog=${isLog} marks=${marks} range=${range} onRange=${setRange} theme=${theme} />`;
 }
 
 const StalenessChart = pure(({ loss, range, extent, zoom, marks, theme }) => {
@@ -112,22 +114,22 @@ const StalenessChart = pure(({ loss, range, extent, zoom, marks, theme }) => {
 
 const StageCharts = pure((props) => html`<${StageCurves} ...${props} />`);
 
-function StageCurves({ stages, theme }) {
+function StageCurves({ stages, marks, theme, isLog, smoothing }) {
   const [range, setRange] = useState(null);
   const x = useMemo(() => [...new Set(stages.flatMap((each) => each.times))].sort((a, b) => a - b), [stages]);
-  const shares = useMemo(() => stageSeries(stages, x, "shares", 100), [stages]);
-  const seconds = useMemo(() => stageSeries(stages, x, "seconds", 1000), [stages]);
+  const shares = useMemo(() => stageSeries(stages, x, "shares", 100, smoothing), [stages, smoothing]);
+  const seconds = useMemo(() => stageSeries(stages, x, "seconds", 1000, smoothing), [stages, smoothing]);
   if (x.length < 2) return null;
-  const common = { isTime: true, x, range, onRange: setRange, theme, hasLegend: true };
+  const common = { isTime: true, x, marks, range, onRange: setRange, theme, hasLegend: true };
   return html`${shares.some((each) => each.values.some((value) => value != null)) && html`<${Chart} ...${common} title="Utilisation of the stages" unit="% of the time computing" label="Share of time in which each stage computes" series=${shares} low=${0} high=${100} />`}
-    <${Chart} ...${common} title="Computing time of the stages" unit="ms per micro-batch" label="Computing time of each stage over time" series=${seconds} low=${0} />`;
+    <${Chart} ...${common} title="Computing time of the stages" unit="ms per micro-batch" label="Computing time of each stage over time" series=${seconds} isLog=${isLog} low=${0} />`;
 }
 
-function stageSeries(stages, x, field, factor) {
+function stageSeries(stages, x, field, factor, smoothing) {
   return stages.map((stage, index) => {
     const found = new Map(stage.times.map((time, i) => [time, stage[field][i]]));
     const values = x.map((time) => (found.get(time) == null ? null : factor * found.get(time)));
-    return { label: `stage ${stage.stage}`, colour: COLOURS[index % COLOURS.length], values, dash: index >= COLOURS.length ? [6, 3] : undefined };
+    return { label: `stage ${stage.stage}`, colour: COLOURS[index % COLOURS.length], values: smoothed(values, smoothing), dash: index >= COLOURS.length ? [6, 3] : undefined };
   });
 }
 

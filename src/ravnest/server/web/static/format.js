@@ -5,6 +5,8 @@ const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const clocks = new Intl.DateTimeFormat("en-GB", { timeStyle: "medium" });
 const moments = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle: "short" });
 
+const days = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium" });
+
 export function count(value) {
   return value == null ? "–" : whole.format(value);
 }
@@ -61,7 +63,7 @@ export function duration(seconds) {
 }
 
 export function ago(seconds) {
-  if (seconds < 2) return "now";
+  if (seconds < 2) return "just now";
   if (seconds < 60) return `${Math.floor(seconds)} s ago`;
   if (seconds < 3600) return `${Math.floor(seconds / 60)} min ago`;
   if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ago`;
@@ -72,13 +74,22 @@ export function clock(time) {
   return clocks.format(1000 * time);
 }
 
+export function day(time) {
+  return days.format(1000 * time);
+}
+
 export function moment(time) {
   return moments.format(1000 * time);
 }
 
+// Returns words with a capital at the start, unless they start with a name such as `node_0`.
+export function capital(words) {
+  return /^[a-z]+[ ,.:;]|^[a-z]+$/.test(words) ? words.charAt(0).toUpperCase() + words.slice(1) : words;
+}
+
 // Returns the words of the server as a sentence.
 export function sentence(words) {
-  const text = words.charAt(0).toUpperCase() + words.slice(1);
+  const text = capital(words);
   return /[.!?]$/.test(text) ? text : `${text}.`;
 }
 

@@ -1,7 +1,7 @@
 // One job: pipelines, curves, rounds, events, plan and what can be done with it.
 import { html, pure, useMemo, useState } from "./html.js";
-import { bytes, clock, count, duration, figure, foldedEvents, milliseconds, moment, percent, plural } from "./format.js";
-import { Ago, Bar, Confirm, Copy, Empty, Loading, Problem, Reason, State, useSecond, useStore } from "./parts.js";
+import { bytes, capital, clock, count, duration, figure, foldedEvents, milliseconds, moment, percent, plural } from "./format.js";
+import { Ago, Bar, Confirm, Copy, Empty, Loading, Problem, Reason, State, useSecond, useStore, useTitle } from "./parts.js";
 import { Curves } from "./curves.js";
 import { Silence } from "./overview.js";
 import { Topology } from "./topology.js";
@@ -9,13 +9,14 @@ import { useLatest } from "./latest.js";
 import { call, now, store } from "./store.js";
 
 const PAUSE = 900;
-const LIT = 4; // seconds for which the rings light up after a round
+const LIT = 2; // seconds for which the rings stay lit after a round
 const FINAL = new Set(["done", "failed", "cancelled"]);
 const SHOWN = 25;
 
 export function Job({ id, theme }) {
   const { card, me, status } = useStore(({ jobs, me, status }) => ({ card: jobs.get(id), me, status }));
   const { data, error, again } = useLatest(() => call("GET", `/jobs/${id}`), `${card?.changed}|${card?.state}|${status}`, PAUSE);
+  useTitle(card ? `${card.name}${card.total && !FINAL.has(card.state) ? ` ${percent(card.updates / card.total)}` : ` ${card.state}`}` : "Job");
   if (!data) return html`<${Missing} title=${card?.name ?? "Job"} error=${error} again=${again} what="the job" />`;
   const job = card ?? cardOf(data.view);
   const isNew = job.state === "submitted" && !job.updates;
@@ -30,7 +31,7 @@ export function Job({ id, theme }) {
     <p class="quiet"><code>${id}</code> · submitted ${moment(data.view.created)} · last report <${Ago} time=${job.changed} /></p>
     ${error && html`<p class="notice warn" role="status">What you see is old: ${error}</p>`}
     <${Silence} job=${job} />
-    ${isNew ? html`<div class="notice"><b>Waiting.</b><${Reason} text=${job.reason} /></div>` : html`<${Reason} text=${job.reason} />`}
+    ${isNew ? html`<div class="notice"><b>Waiting.</b><${Reason} text=${job.reason} /></div>` : html`<div class="status"><${Reason} text=${job.reason} /><${ScheduleLine} schedule=${data.view.progress.schedule} /></div>`}
     ${data.view.degraded && html`<p class="notice warn">${data.view.degraded}</p>`}
     ${!isNew && html`<${Figures} job=${job} detail=${data} />`}
     <section aria-labelledby="pipelines"><h2 id="pipelines">Pipelines</h2>
@@ -43,7 +44,7 @@ export function Job({ id, theme }) {
       <section aria-labelledby="events"><h2 id="events">Events</h2><${Events} events=${data.events} /></section>
       <div>
         <${Rounds} rounds=${data.rounds} clusters=${data.view.clusters.length} />
-        <${Commands} id=${id} job=${job} detail=${data} />
+        ${isOwn && html`<${Commands} id=${id} job=${job} detail=${data} />`}
       </div>
     </div>
     <div class="columns">
@@ -66,26 +67,38 @@ function cardOf(view) {
 
 function Figures({ job, detail }) {
   const share = job.total ? job.updates / job.total : 0;
-  const saved = detail.view.saved_update;
+  const saved = detail.view.saved_update, held = detail.view.checkpoint?.update;
+  const newest = saved == null ? held : Math.max(saved, held ?? 0);
   return html`<dl class="tiles">
     <div><dt>Progress</dt><dd><b>${job.total ? percent(share) : count(job.updates)}</b> ${job.total ? `${count(job.updates)} of ${count(job.total)} updates` : "updates"}</dd><dd>${job.total ? html`<${Bar} share=${share} label="updates done" />` : null}</dd><dd class="quiet">${job.epochs ? `Epoch ${job.epoch} of ${job.epochs}` : "Evaluation without training"}${job.left == null ? "" : ` · ${duration(job.left)} left`}</dd></div>
-    <div><dt>Loss</dt><dd><b>${job.diverged ? html`<span class="bad">diverged</span>` : figure(job.loss)}</b></dd><dd class="quiet">${job.metric ? `${job.metric} ${figure(job.validation)}` : "no validation yet"}</dd></div>
-    <div><dt>Throughput</dt><dd><b>${figure(job.rate)}</b> samples/s</dd><dd class="quiet">staleness ${job.staleness} at the Root</dd></div>
-    <div><dt>Safety</dt><dd><b>${saved == null ? "–" : count(saved)}</b> ${saved == null ? "no checkpoint at the server" : "updates saved at the server"}</dd><dd class="quiet">${plural(job.recoveries, "recovery", "recoveries")}${detail.view.checkpoint ? `, all stages have update ${count(detail.view.checkpoint.update)}` : ""}</dd></div>
-  </dl>
-  ${detail.view.progress.schedule && html`<p class="quiet">Schedule ${detail.view.progress.schedule.schedule}, ${plural(detail.view.progress.schedule.microbatches, "micro-batch", "micro-batches")} per batch: ${detail.view.progress.schedule.reason}</p>`}`;
+    <div><dt>Loss</dt><dd><b>${job.diverged ? html`<span class="bad">diverged</span>` : figure(job.loss)}</b></dd><dd class="quiet">${job.metric ? `Validation ${job.metric} ${figure(job.validation)}` : "No validation yet"}</dd></div>
+    <div><dt>Throughput</dt><dd><b>${figure(job.rate)}</b> samples/s</dd><dd class="quiet">${detail.view.clusters.length > 1 ? `${detail.view.clusters.length} clusters together` : "Mean since the start"} · staleness ${job.staleness}</dd></div>
+    <div><dt>Checkpoint</dt><dd>${newest == null ? html`<b>–</b>` : html`<b>${count(newest)}</b> updates are safe`}</dd><dd class="quiet">${safety(newest, saved)}${job.recoveries ? ` · ${plural(job.recoveries, "recovery", "recoveries")}` : ""}</dd></div>
+  </dl>`;
+}
+
+// Says where the newest checkpoint is; `saved` is the newest one at the server.
+function safety(newest, saved) {
+  if (newest == null) return "None yet";
+  if (saved === newest) return "At the server";
+  return saved == null ? "On all stages, not yet at the server" : `On all stages; the server has ${count(saved)}`;
+}
+
+function ScheduleLine({ schedule }) {
+  if (!schedule) return null;
+  return html`<p class="quiet">Schedule ${schedule.schedule}, ${plural(schedule.microbatches, "micro-batch", "micro-batches")} per batch: ${schedule.reason}</p>`;
 }
 
 function LitTopology({ detail, job }) {
   useSecond();
   const last = detail.rounds[0];
-  const isLit = !FINAL.has(job.state) && (detail.nodes.some((each) => each.worker_phase === "average") || (last && now() - last.time < LIT));
+  const isLit = !FINAL.has(job.state) && (detail.nodes.some((each) => each.averaging || each.worker_phase === "average") || (last && now() - last.time < LIT));
   return html`<${Topology} detail=${detail} isAveraging=${Boolean(isLit)} />`;
 }
 
 const Legend = pure(({ hasRings }) => {
-  return html`<p class="legend"><span><i class="swatch computing"></i> computing</span><span><i class="swatch sending"></i> sending</span><span><i class="swatch waiting"></i> waiting (the rest)</span>
-    <span><i class="swatch memory"></i> memory used, of what is offered</span><span><i class="tick peak"></i> its peak</span><span><i class="tick needed"></i> what the plan needs</span>${hasRings && html`<span><i class="swatch ring"></i> averaging ring, bright during a round</span>`}</p>`;
+  return html`<p class="legend"><span><i class="swatch memory"></i> Memory used, of what is offered</span><span><i class="tick peak"></i> Its peak</span><span><i class="tick needed"></i> What the plan needs</span>
+    <span><i class="swatch computing"></i> Share of time in which the stage computes</span><span><i class="swatch sending"></i> Share in which its busier link sends</span>${hasRings && html`<span><i class="swatch ring"></i> Averaging ring, bright during a round</span>`}<span>Rates and delays of links were tested before the start</span></p>`;
 });
 
 const Settings = pure(({ settings }) => html`<dl class="settings">${settings.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`);
@@ -119,7 +132,7 @@ function EventList({ events }) {
 // Returns who an event is about, and what changed.
 function eventTitle({ kind, subject, before, after, times }, providers) {
   const change = before && before !== after ? `${before} → ${after}` : before ? "" : after;
-  const who = kind !== "provider" ? kind : times > 1 ? "providers" : providers.get(subject)?.name ?? "provider";
+  const who = kind !== "provider" ? capital(kind) : times > 1 ? "Providers" : providers.get(subject)?.name ?? "Provider";
   return change ? `${who}: ${change}` : who;
 }
 
@@ -130,6 +143,9 @@ function Commands({ id, job, detail }) {
     ${!isFinal && html`<p>Watch it in a terminal, and download the model at the end:</p>`}
     ${job.state === "done" && html`<p>Download the trained model:</p>`}
     ${(!isFinal || job.state === "done") && html`<${Copy} label="command to fetch the model" text=${`ravnest fetch ${id} ${server}`} />`}
+    ${detail.view.best && html`<p>Download the best model so far, of epoch ${detail.view.best.epoch} (${detail.view.best.metric} ${figure(detail.view.best.value)}):</p><${Copy} label="command to fetch the best model" text=${`ravnest fetch ${id} --best ${server}`} />`}
+    ${detail.view.saved_update != null && job.state !== "done" && html`<p>Download the model as it was after update ${count(detail.view.saved_update)}:</p><${Copy} label="command to fetch the model of the last checkpoint" text=${`ravnest fetch ${id} --partial ${server}`} />`}
+    ${job.updates > 0 && html`<p>See what each stage and link did when, in Perfetto:</p><${Copy} label="command to write a trace" text=${`ravnest trace ${id} ${server}`} />`}
     ${isFinal && html`<p>Submit it again with the same model, data and settings${detail.view.saved_update == null ? "; this needs a checkpoint, and the server has none of this job" : `, from update ${count(detail.view.saved_update)}`}:</p>
       <${Copy} label="command to submit it again" text=${`ravnest submit --resume ${id} ${server}`} />`}
     <p>Submit another job like this, with other settings and no upload:</p>

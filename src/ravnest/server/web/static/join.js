@@ -1,7 +1,7 @@
 // How to join, and for admins the tokens and members.
 import { html, useState } from "./html.js";
 import { moment } from "./format.js";
-import { Confirm, Copy, Loading, Problem, useStore } from "./parts.js";
+import { Confirm, Copy, Loading, Problem, useStore, useTitle } from "./parts.js";
 import { useLatest } from "./latest.js";
 import { call } from "./store.js";
 
@@ -21,6 +21,7 @@ function commandOf(role, token) {
 
 export function Join() {
   const { me } = useStore(({ me }) => ({ me }));
+  useTitle("Join");
   return html`<h1>Join</h1>
     <div class="columns">
       <section aria-labelledby="lend"><h2 id="lend">Lend a machine</h2>
@@ -37,8 +38,9 @@ export function Join() {
 }
 
 function Tokens() {
+  const { status } = useStore(({ status }) => ({ status }));
   const [changes, setChanges] = useState(0);
-  const { data, error, again } = useLatest(() => call("GET", "/members"), changes, 0);
+  const { data, error, again } = useLatest(() => call("GET", "/members"), `${changes}|${status}`, 0);
   const changed = () => setChanges((n) => n + 1);
   if (!data) return error ? html`<${Problem} error=${error} again=${again} />` : html`<${Loading} what="tokens and members" />`;
   return html`<${NewToken} onMade=${changed} />

@@ -1,5 +1,6 @@
 // Loads something again whenever `version` changes, not more often than every `pause` milliseconds.
 import { useEffect, useRef, useState } from "./html.js";
+import { measureDrawn } from "./store.js";
 
 // Returns `next` with the parts of `known` that are equal to its own, so that what shows them is not drawn again.
 export function shared(known, next) {
@@ -30,7 +31,9 @@ export function useLatest(load, version, pause) {
     const asked = current.current;
     try {
       const data = await asked();
+      const began = performance.now();
       if (!own.isGone) setFound((known) => ({ data: shared(known.data, data), error: "" }));
+      measureDrawn("reload", began);
     } catch (error) {
       if (!own.isGone) setFound((known) => ({ data: known.data, error: error.message }));
     }

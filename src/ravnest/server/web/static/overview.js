@@ -1,7 +1,7 @@
 // All jobs and providers.
 import { html, pure, useMemo, useState } from "./html.js";
 import { bandwidth, compute, count, duration, figure, gigabytes, percent, plural } from "./format.js";
-import { Ago, Bar, Copy, Empty, Reason, Sparkline, State, useSecond, useStore } from "./parts.js";
+import { Ago, Bar, Copy, Empty, Reason, Sparkline, State, useSecond, useStore, useTitle } from "./parts.js";
 import { now } from "./store.js";
 
 const FINAL = new Set(["done", "failed", "cancelled"]);
@@ -11,6 +11,7 @@ const SILENT_JOB = 45;
 
 export function Overview() {
   const { jobs, providers, me, removed } = useStore(({ jobs, providers, me, removed }) => ({ jobs, providers, me, removed }));
+  useTitle("");
   const names = useNames(jobs);
   const active = [], waiting = [], ended = [];
   for (const job of jobs.values()) (FINAL.has(job.state) ? ended : job.state === "submitted" ? waiting : active).push(job);
@@ -40,18 +41,21 @@ function useNames(jobs) {
 const Capacity = pure((props) => html`<${CapacityTiles} ...${props} />`);
 
 function CapacityTiles({ jobs, waiting, providers }) {
+  const { usedMemory } = useStore(({ usedMemory }) => ({ usedMemory }));
   const total = useMemo(() => totals(providers), [providers]);
   return html`<dl class="tiles">
-    <div><dt>Jobs</dt><dd><b>${count(jobs)}</b> running</dd><dd class="quiet">${waiting ? `${plural(waiting, "job")} waiting` : "none waits"}</dd></div>
-    <div><dt>Providers</dt><dd><b>${count(total.busy)}</b> ${total.here ? `of ${count(total.here)} busy` : "here"}</dd><dd class="quiet">${total.here ? `${count(total.here - total.busy)} idle` : "none has joined"}${total.lost > 0 ? `, ${count(total.lost)} lost` : ""}</dd></div>
-    <${InUse} what="Memory" used=${total.busyRam} all=${total.ram} words=${gigabytes} />
+    <div><dt>Jobs</dt><dd><b>${count(jobs)}</b> running</dd><dd class="quiet">${waiting ? `${plural(waiting, "job")} waiting` : "None waits"}</dd></div>
+    <div><dt>Providers</dt><dd><b>${count(total.busy)}</b> ${total.here ? `of ${count(total.here)} busy` : "here"}</dd><dd class="quiet">${total.here ? `${count(total.here - total.busy)} idle` : "None has joined"}${total.lost > 0 ? `, ${count(total.lost)} lost` : ""}</dd></div>
+    <${InUse} what="Memory" used=${total.busyRam} all=${total.ram} words=${gigabytes} measured=${usedMemory / 1e9} />
     <${InUse} what="Compute" used=${total.busyCompute} all=${total.compute} words=${compute} />
   </dl>`;
 }
 
-function InUse({ what, used, all, words }) {
-  if (!all) return html`<div><dt>${what} reserved</dt><dd><b>–</b></dd><dd class="quiet">nothing is offered</dd></div>`;
-  return html`<div><dt>${what} reserved</dt><dd><b>${percent(used / all)}</b> of ${words(all)}</dd><dd><${Bar} share=${used / all} label=${`share of the offered ${what.toLowerCase()} that is reserved`} /></dd></div>`;
+// `measured` is what is used in fact, where that is known.
+function InUse({ what, used, all, words, measured }) {
+  if (!all) return html`<div><dt>${what} reserved</dt><dd><b>–</b></dd><dd class="quiet">Nothing is offered</dd></div>`;
+  return html`<div><dt>${what} reserved</dt><dd><b>${percent(used / all)}</b> of ${words(all)}</dd><dd><${Bar} share=${used / all} mark=${measured ? measured / all : null} label=${`share of the offered ${what.toLowerCase()} that is reserved`} /></dd>
+    <dd class="quiet">${measured ? html`<i class="tick used"></i> ${words(measured)} in use` : `${words(used)} for jobs`}</dd></div>`;
 }
 
 function totals(providers) {
@@ -163,5 +167,13 @@ const ProviderRow = pure(({ provider, job }) => html`<tr class=${provider.state 
   <td class="n">${compute(provider.compute)}</td>
   <td class="n">${bandwidth(provider.bandwidth)}</td>
   <td><span class=${`reach ${provider.reach}`} title=${provider.reach_reason}>${provider.reach}</span></td>
-  <td>${provider.finished || provider.failed ? html`${count(provider.finished)} done${provider.failed ? html`, <span class="bad">${count(provider.failed)} failed</span>` : null}` : html`<span class="quiet">nothing yet</span>`}</td>
+  <td><${Delivered} provider=${provider} /></td>
 </tr>`);
+
+// Parts of jobs that a provider has done, and how far the job is that it works for.
+function Delivered({ provider }) {
+  const { updates } = useStore(({ jobs }) => ({ updates: provider.state === "training" ? jobs.get(provider.job)?.updates : 0 }));
+  if (!provider.finished && !provider.failed && !updates) return html`<span class="quiet">–</span>`;
+  const parts = [provider.finished && `${count(provider.finished)} done`, provider.failed && html`<span class="bad">${count(provider.failed)} failed</span>`, updates && plural(updates, "update")].filter(Boolean);
+  return parts.map((each, index) => html`${index ? ", " : ""}${each}`);
+}

@@ -1,6 +1,6 @@
 // Small parts that several views use.
 import { html, pure, useEffect, useRef, useState } from "./html.js";
-import { ago, folded, moment, sentence } from "./format.js";
+import { ago, capital, folded, moment, sentence } from "./format.js";
 import { now, store, subscribe } from "./store.js";
 
 const LONG = 220;
@@ -39,14 +39,15 @@ export function Ago({ time }) {
   return html`<time dateTime=${new Date(1000 * time).toISOString()} title=${moment(time)}>${ago(now() - time)}</time>`;
 }
 
-const SYMBOLS = {
-  training: "▶", done: "✓", finished: "✓", failed: "✕", cancelled: "■", lost: "✕", offered: "○", reserved: "◐",
-  submitted: "◷", planned: "◔", shipping: "⇣",
-};
-const NAMES = { submitted: "waiting", offered: "idle" };
+const NAMES = { submitted: "Waiting", offered: "Idle" };
 
 export function State({ state }) {
-  return html`<span class=${`state ${state}`}><span aria-hidden="true">${SYMBOLS[state] ?? "•"}</span> ${NAMES[state] ?? state}</span>`;
+  return html`<span class=${`state ${state}`}><i aria-hidden="true"></i>${NAMES[state] ?? capital(state)}</span>`;
+}
+
+// Sets the title of the browser's tab.
+export function useTitle(words) {
+  useEffect(() => { document.title = words ? `${words} · Ravnest` : "Ravnest"; }, [words]);
 }
 
 export const Reason = pure(({ text }) => html`<${FoldedReason} key=${text} text=${text} />`);
@@ -58,7 +59,7 @@ function FoldedReason({ text }) {
   const isLong = text.length > LONG || parts.length > 3;
   const shown = open ? folded(text, true) : isLong ? cut(parts) : parts;
   return html`<div class="reason">
-    ${shown.map((part) => html`<p>${part.text}${part.times > 1 && html` <span class="times" title="said ${part.times} times">×${part.times}</span>`}</p>`)}
+    ${shown.map((part) => html`<p>${capital(part.text)}${part.times > 1 && html` <span class="times" title="said ${part.times} times">×${part.times}</span>`}</p>`)}
     ${isLong && html`<button type="button" class="link" aria-expanded=${open} onClick=${() => setOpen(!open)}>${open ? "Less" : "More"}</button>`}
   </div>`;
 }
@@ -117,15 +118,14 @@ export function Confirm({ label, question, sure, act, quiet }) {
   </span>`;
 }
 
-export function Bar({ share, label, kind }) {
-  const width = Math.max(0, Math.min(1, share ?? 0));
-  return html`<svg class=${`bar ${kind ?? ""}`} viewBox="0 0 100 6" preserveAspectRatio="none" role="img" aria-label=${label}>
-    <rect class="track" width="100" height="6" rx="1.5" /><rect class="fill" width=${100 * width} height="6" rx="1.5" />
-  </svg>`;
+// `mark` is a second share, drawn as a line.
+export function Bar({ share, label, mark }) {
+  const width = (value) => `${100 * Math.max(0, Math.min(1, value ?? 0))}%`;
+  return html`<span class="bar" role="img" aria-label=${label}><i class="fill" style=${{ width: width(share) }}></i>${mark != null && html`<i class="mark" style=${{ left: width(mark) }}></i>`}</span>`;
 }
 
 export const Sparkline = pure(({ curve, width, height }) => {
-  if (curve.length < 2) return html`<p class="sparkline none">no losses yet</p>`;
+  if (curve.length < 2) return html`<p class="sparkline none">No losses yet</p>`;
   const values = curve.map(([, loss]) => loss);
   const low = Math.min(...values), high = Math.max(...values);
   const first = curve[0][0], last = curve[curve.length - 1][0];
@@ -135,11 +135,16 @@ export const Sparkline = pure(({ curve, width, height }) => {
     return `${x.toFixed(1)},${y.toFixed(1)}`;
   });
   const [endX, endY] = points[points.length - 1].split(",");
-  return html`<svg class="sparkline" viewBox=${`0 0 ${width} ${height}`} preserveAspectRatio="none" role="img" aria-label=${`loss from ${values[0].toPrecision(3)} to ${values[values.length - 1].toPrecision(3)}`}>
-    <polygon points=${`0,${height} ${points.join(" ")} ${endX},${height}`} />
-    <polyline points=${points.join(" ")} vector-effect="non-scaling-stroke" />
-    <line x1=${endX} x2=${endX} y1=${endY} y2=${endY} vector-effect="non-scaling-stroke" />
-  </svg>`;
+  const ends = [values[0], values[values.length - 1]].map((value) => value.toPrecision(3));
+  // The curve is stretched to the width of the card; the dot at its end is not.
+  return html`<div class="sparkline" role="img" aria-label=${`loss from ${ends[0]} to ${ends[1]}`}>
+    <svg viewBox=${`0 0 ${width} ${height}`} preserveAspectRatio="none" aria-hidden="true">
+      <polygon points=${`0,${height} ${points.join(" ")} ${endX},${height}`} />
+      <polyline points=${points.join(" ")} vector-effect="non-scaling-stroke" />
+    </svg>
+    <i style=${{ top: `${(100 * endY) / height}%` }}></i>
+    <p aria-hidden="true"><span>${ends[0]}</span><span>${ends[1]}</span></p>
+  </div>`;
 });
 
 export function Empty({ title, children }) {

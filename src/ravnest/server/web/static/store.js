@@ -4,6 +4,8 @@ const MOST_POINTS = 120;
 const MOST_MEASURES = 200;
 const STALE_AFTER = 12_000; // the server says something every five seconds
 const LONGEST_PAUSE = 10_000;
+const LONGEST_ANSWER = 15_000;
+const REST_AFTER = 30_000; // milliseconds after which a page that nobody sees gives up its stream
 
 export const store = {
   status: "loading", // loading, live, stale, down, ended
@@ -13,6 +15,7 @@ export const store = {
   removed: null, // jobs that were deleted: their number, and when the last one ended
   jobs: new Map(),
   providers: new Map(),
+  usedMemory: 0, // bytes that all workers take
   skew: 0, // seconds that the server's clock is ahead
   heard: 0, // time of the last message, of performance.now
   heardAt: 0, // the same of Date.now
@@ -23,6 +26,8 @@ let scheduled = false;
 let source = null;
 let timer = 0;
 let failures = 0;
+let restTimer = 0;
+let isResting = false;
 
 export function subscribe(listener) {
   listeners.add(listener);
@@ -42,10 +47,13 @@ function changed() {
   });
 }
 
-// Notes the time since `began` once what waits to be drawn is drawn, for measurements in the browser.
-function measure(began) {
-  if (performance.getEntriesByName("update").length > MOST_MEASURES) performance.clearMeasures("update");
-  performance.measure("update", { start: began });
+// Notes the time since `began` after the listeners and what they have drawn, for measurements in the browser.
+// `name`: "update" of a message, "reload" of details or curves.
+export function measureDrawn(name, began) {
+  queueMicrotask(() => queueMicrotask(() => {
+    if (performance.getEntriesByName(name).length > MOST_MEASURES) performance.clearMeasures(name);
+    performance.measure(name, { start: began });
+  }));
 }
 
 // Returns a map with the changes; items that are the same stay the same objects.
@@ -86,9 +94,11 @@ function take(message, isWhole) {
     store.removed = data.removed;
     store.jobs = new Map();
     store.providers = new Map();
+    store.usedMemory = 0;
   }
   store.jobs = applied(store.jobs, data.jobs, extended);
   store.providers = applied(store.providers, data.providers);
+  store.usedMemory = data.used_memory ?? store.usedMemory;
   store.skew = data.time - Date.now() / 1000;
   store.heard = performance.now();
   store.heardAt = Date.now();
@@ -96,7 +106,7 @@ function take(message, isWhole) {
   store.problem = "";
   failures = 0;
   changed();
-  queueMicrotask(() => queueMicrotask(() => measure(began))); // after the listeners and what they have drawn
+  measureDrawn("update", began);
 }
 
 export function connect() {
@@ -126,13 +136,15 @@ async function lost() {
   store.status = store.me ? "down" : "loading";
   changed();
   try {
-    const answer = await fetch("/page/whoami", { cache: "no-store" });
+    const answer = await fetch("/page/whoami", { cache: "no-store", signal: AbortSignal.timeout(LONGEST_ANSWER) });
     if (answer.status === 401) return end("this login has ended");
-    if (!answer.ok) store.problem = (await answer.json()).detail ?? "";
+    const words = await answer.json();
+    store.problem = (answer.ok ? words.refusal : words.detail) ?? "";
   } catch {
     store.problem = "the server does not answer";
-    store.status = "down";
   }
+  if (store.problem) store.status = "down";
+  if (isResting) return undefined;
   const pause = Math.min(LONGEST_PAUSE, 500 * 2 ** failures) * (0.75 + Math.random() / 2);
   failures += 1;
   timer = setTimeout(connect, pause);
@@ -142,15 +154,20 @@ async function lost() {
 
 // A page that nobody sees needs no stream: browsers open six connections to a server at most.
 function rest() {
+  clearTimeout(restTimer);
   if (document.hidden) {
-    timer = setTimeout(() => {
-      if (!document.hidden || store.status === "ended") return;
+    restTimer = setTimeout(() => {
+      isResting = true;
+      clearTimeout(timer);
       source?.close();
       source = null;
-    }, 30_000);
+    }, REST_AFTER);
   } else if (store.status !== "ended") {
-    clearTimeout(timer);
-    if (!source || source.readyState === EventSource.CLOSED) connect();
+    store.heard = performance.now(); // a page that rested is not called silent before the server could answer
+    if (isResting || !source || source.readyState === EventSource.CLOSED) {
+      isResting = false;
+      connect();
+    }
   }
 }
 
@@ -159,7 +176,7 @@ export function start() {
   document.addEventListener("visibilitychange", rest);
   setInterval(() => {
     const silent = performance.now() - store.heard;
-    if (store.status === "live" && silent > STALE_AFTER) {
+    if (store.status === "live" && !isResting && silent > STALE_AFTER) {
       store.status = "stale";
       changed();
       lost();
@@ -169,7 +186,7 @@ export function start() {
 
 // Returns the answer of a route of the page; throws an error with the server's words.
 export async function call(method, path, body) {
-  const options = { method, cache: "no-store", headers: {} };
+  const options = { method, cache: "no-store", headers: {}, signal: AbortSignal.timeout(LONGEST_ANSWER) };
   if (method !== "GET") options.headers["X-Ravnest-Page"] = "1";
   if (body !== undefined) {
     options.headers["Content-Type"] = "application/json";
@@ -178,8 +195,8 @@ export async function call(method, path, body) {
   let answer;
   try {
     answer = await fetch(`/page${path}`, options);
-  } catch {
-    throw new Error("the server does not answer");
+  } catch (error) {
+    throw new Error(error.name === "TimeoutError" ? `the server did not answer within ${LONGEST_ANSWER / 1000} s` : "the server does not answer");
   }
   if (!answer.ok) {
     const words = await answer.json().catch(() => ({}));

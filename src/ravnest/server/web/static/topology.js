@@ -3,7 +3,7 @@
 import { html, pure, useLayoutEffect, useRef, useState } from "./html.js";
 import { bandwidth, count, gigabytes, milliseconds, percent } from "./format.js";
 
-const HEIGHT = 134, ROW_GAP = 46, LEFT = 76, TOP = 10, EDGE = 8;
+const HEIGHT = 152, ROW_GAP = 58, TOP = 30, EDGE = 8, NAME_GAP = 10;
 const WORK = { connect: "connecting", validate: "validating", predict: "predicting", average: "averaging", save: "saving", end: "ending", rejoin: "waiting for a node" };
 const ENDED = new Set(["finished", "failed", "stopped", "lost"]);
 const NARROW = 560; // pixels below which nodes are below each other
@@ -29,17 +29,17 @@ function layout(nodes, room) {
   const columns = Math.max(...nodes.map((each) => each.stage)) + 1;
   const row = (node) => clusters.indexOf(node.cluster);
   if (room < NARROW) {
-    const gap = 52, header = 26, stride = header + columns * HEIGHT + (columns - 1) * gap + ROW_GAP;
+    const gap = 52, stride = columns * HEIGHT + (columns - 1) * gap + ROW_GAP;
     const width = room - 2 * EDGE;
-    const at = (node) => ({ x: EDGE, y: TOP + row(node) * stride + header + node.stage * (HEIGHT + gap) });
+    const at = (node) => ({ x: EDGE, y: TOP + row(node) * stride + node.stage * (HEIGHT + gap) });
     return { clusters, isNarrow: true, boxWidth: width, gap, at, width: room, height: TOP + clusters.length * stride - ROW_GAP + 10, stride };
   }
-  const free = room - LEFT - 2 * EDGE;
-  const boxWidth = Math.max(206, Math.min(250, (free - (columns - 1) * 92) / columns));
-  const gap = columns === 1 ? 0 : Math.max(92, Math.min(170, (free - columns * boxWidth) / (columns - 1)));
-  const at = (node) => ({ x: LEFT + node.stage * (boxWidth + gap), y: TOP + row(node) * (HEIGHT + ROW_GAP) });
-  const width = LEFT + columns * boxWidth + (columns - 1) * gap + EDGE;
-  return { clusters, isNarrow: false, boxWidth, gap, at, width, height: TOP + clusters.length * (HEIGHT + ROW_GAP) - ROW_GAP + 10 };
+  const free = room - 2 * EDGE;
+  const boxWidth = Math.max(206, Math.min(270, (free - (columns - 1) * 92) / columns));
+  const gap = columns === 1 ? 0 : Math.max(92, Math.min(240, (free - columns * boxWidth) / (columns - 1)));
+  const at = (node) => ({ x: EDGE + node.stage * (boxWidth + gap), y: TOP + row(node) * (HEIGHT + ROW_GAP) });
+  const width = 2 * EDGE + columns * boxWidth + (columns - 1) * gap;
+  return { clusters, isNarrow: false, boxWidth, gap, at, width, height: TOP + clusters.length * (HEIGHT + ROW_GAP) - ROW_GAP + 10, stride: HEIGHT + ROW_GAP };
 }
 
 const Drawing = pure(({ detail, isAveraging, room }) => {
@@ -64,9 +64,7 @@ const Drawing = pure(({ detail, isAveraging, room }) => {
 });
 
 function ClusterName({ cluster, index, plan }) {
-  if (plan.isNarrow) return html`<text class="cluster number" x=${EDGE} y=${TOP + index * plan.stride + 14}>Cluster ${cluster}</text>`;
-  const y = TOP + index * (HEIGHT + ROW_GAP) + HEIGHT / 2;
-  return html`<text class="cluster" x=${EDGE} y=${y - 5}>Cluster</text><text class="cluster number" x=${EDGE} y=${y + 16}>${cluster}</text>`;
+  return html`<text class="cluster" x=${EDGE} y=${TOP + index * plan.stride - NAME_GAP}>Cluster ${cluster}</text>`;
 }
 
 function Ring({ upper, lower, plan, isActive }) {
@@ -97,13 +95,13 @@ function Link({ from, link, plan }) {
     const x = from.x + 28, y = from.y + HEIGHT;
     return html`<g class=${`hop narrow ${link?.route ?? "unknown"}`}>
       <line x1=${x} x2=${x} y1=${y + 3} y2=${y + plan.gap - 4} marker-end="url(#arrow)" />
-      <text x=${x + 14} y=${y + plan.gap / 2 + 4}>${[rate, delay, route].filter(Boolean).join(" · ")}</text>
+      <text x=${x + 14} y=${y + plan.gap / 2 + 4}>${[rate && `tested ${rate}`, delay, route].filter(Boolean).join(" · ")}</text>
     </g>`;
   }
   const x = from.x + plan.boxWidth, y = from.y + HEIGHT / 2, middle = x + plan.gap / 2;
   return html`<g class=${`hop ${link?.route ?? "unknown"}`}>
     <line x1=${x + 3} x2=${x + plan.gap - 4} y1=${y} y2=${y} marker-end="url(#arrow)" />
-    <text x=${middle} y=${y - 22}>${rate}</text><text x=${middle} y=${y - 8}>${delay}</text><text x=${middle} y=${y + 18}>${route}</text>
+    <text x=${middle} y=${y - 22}>${rate}</text><text x=${middle} y=${y - 8}>${delay}</text><text x=${middle} y=${y + 18}>${route}</text><text x=${middle} y=${y + 32}>${rate && "tested"}</text>
   </g>`;
 }
 
@@ -112,17 +110,18 @@ function Box({ node, at, width }) {
   const inner = width - 24, left = x + 12;
   const phase = node.phase === "training" && node.worker_phase && node.worker_phase !== "train" ? WORK[node.worker_phase] ?? node.worker_phase : node.phase;
   const memory = memoryWords(node.memory, ENDED.has(node.phase));
-  const label = `${node.role} node_${node.node} at ${node.name}: ${phase}${memory.value ? `, ${memory.label} ${memory.value}` : ""}${memory.rest ? `, ${memory.rest}` : ""}${node.layers ? `, layers ${node.layers.words}` : ""}${node.computing == null ? "" : `, computing ${percent(node.computing)} of the time, sending ${percent(node.sending)}`}`;
+  const label = `${node.role} node_${node.node} at ${node.name}: ${phase}${memory.value ? `, ${memory.label} ${memory.value}` : ""}${memory.rest ? `, ${memory.rest}` : ""}${node.layers ? `, layers ${node.layers.words}` : ""}${node.computing == null ? "" : `, computing ${percent(node.computing)} of the time`}${node.sending == null ? "" : `, its busier link sends ${percent(node.sending)} of the time`}`;
   return html`<a href=${`#/providers/${node.provider}`} class=${`box ${node.phase}`}>
     <rect class="frame" x=${x} y=${y} width=${width} height=${HEIGHT} rx="9" />
-    <text class="role" x=${left} y=${y + 21}>${node.role}</text>
-    <text class="phase" x=${x + width - 12} y=${y + 21}>${phase}${node.generation ? ` · ${node.generation + 1}. machine` : ""}</text>
-    <text class="name" x=${left} y=${y + 39}>${clip(node.name, 26)}</text>
-    <text class="layers" x=${left} y=${y + 55}>${node.layers ? layers(node.layers, inner) : `stage ${node.stage}`}</text>
-    ${memory.value && html`<${Memory} x=${left} y=${y + 66} width=${inner} memory=${node.memory} words=${memory} />`}
+    <text class="role" x=${left} y=${y + 22}>${node.role}</text>
+    <text class="phase" x=${x + width - 12} y=${y + 22}>${phase}${node.generation ? ` · ${node.generation + 1}. machine` : ""}</text>
+    <text class="name" x=${left} y=${y + 41}>${clip(node.name, 26)}</text>
+    <text class="layers" x=${left} y=${y + 58}>${node.layers ? layers(node.layers, inner) : `stage ${node.stage}`}</text>
+    ${memory.value && html`<${Memory} x=${left} y=${y + 82} width=${inner} memory=${node.memory} words=${memory} />`}
     ${node.computing == null
-      ? html`<text class="meter" x=${left} y=${y + 118}>${node.phase === "training" ? "times are not known yet" : ""}</text>`
-      : html`<${Shares} x=${left} y=${y + 106} width=${inner} node=${node} />`}
+      ? html`<text class="meter" x=${left} y=${y + 107}>${node.phase === "training" ? "times are not known yet" : ""}</text>`
+      : html`<${Share} kind="computing" label="compute" x=${left} y=${y + 107} width=${inner} share=${node.computing} />
+        <${Share} kind="sending" label="link busy" x=${left} y=${y + 132} width=${inner} share=${node.sending} />`}
     <title>${label}</title>
   </a>`;
 }
@@ -141,29 +140,26 @@ function memoryWords({ used, peak, planned, offered }, hasEnded) {
 function Memory({ x, y, width, memory, words }) {
   const { used, peak, planned, offered } = memory;
   const at = (bytes) => (offered ? width * Math.min(1, bytes / offered) : 0);
-  const mark = (kind, bytes) => bytes != null && offered && html`<line class=${kind} x1=${x + at(bytes)} x2=${x + at(bytes)} y1=${y + 8} y2=${y + 16} />`;
+  const mark = (kind, bytes) => bytes != null && offered && html`<line class=${kind} x1=${x + at(bytes)} x2=${x + at(bytes)} y1=${y + 3} y2=${y + 11} />`;
   return html`<g class=${`memory ${used == null ? "planned" : ""}`}>
-    <text class="meter" x=${x} y=${y + 6}>${words.label}</text><text class="meter value" x=${x + width} y=${y + 6}>${words.value}</text>
-    <rect class="track" x=${x} y=${y + 10} width=${width} height="4" rx="2" /><rect class="fill" x=${x} y=${y + 10} width=${at(words.shown)} height="4" rx="2" />
-    ${used != null && html`${mark("peak", peak)}${mark("needed", planned)}<text class="meter value" x=${x + width} y=${y + 28}>${words.rest}</text>`}
+    <text class="meter" x=${x} y=${y}>${words.label}</text><text class="meter value" x=${x + width} y=${y}>${words.value}</text>
+    <rect class="track" x=${x} y=${y + 5} width=${width} height="4" rx="2" /><rect class="fill" x=${x} y=${y + 5} width=${at(words.shown)} height="4" rx="2" />
+    ${used != null && html`${mark("peak", peak)}${mark("needed", planned)}`}
   </g>`;
 }
 
-function Shares({ x, y, width, node }) {
-  const computing = Math.min(1, node.computing);
-  const sending = Math.min(1 - computing, node.sending);
-  return html`<g class="shares">
-    <text class="meter" x=${x} y=${y + 6}>compute ${percent(computing)} · wait ${percent(1 - computing)} · send ${percent(node.sending)}</text>
-    <rect class="track" x=${x} y=${y + 11} width=${width} height="7" rx="2" />
-    <rect class="computing" x=${x} y=${y + 11} width=${width * computing} height="7" rx="2" />
-    <rect class="sending" x=${x + width * computing} y=${y + 11} width=${width * sending} height="7" />
+// A share of time; computing and sending overlap, so that each has a bar of its own.
+function Share({ kind, label, x, y, width, share }) {
+  return html`<g>
+    <text class="meter" x=${x} y=${y}>${label}</text><text class="meter value" x=${x + width} y=${y}>${percent(share)}</text>
+    <rect class="track" x=${x} y=${y + 5} width=${width} height="4" rx="2" /><rect class=${kind} x=${x} y=${y + 5} width=${width * (share ?? 0)} height="4" rx="2" />
   </g>`;
 }
 
 function layers(found, width) {
   const size = found.parameters >= 1e9 ? `${(found.parameters / 1e9).toFixed(1)} B` : found.parameters >= 1e6 ? `${(found.parameters / 1e6).toFixed(1)} M` : count(found.parameters);
   const end = ` · ${size} weights`;
-  return `${clip(found.words, Math.floor(width / 6.1) - end.length)}${end}`;
+  return `${clip(found.words, Math.floor(width / 6.4) - end.length)}${end}`;
 }
 
 function clip(text, most) {

@@ -41,7 +41,7 @@ def metrics_page(address: Address, figures: Callable[[], Iterable[Figure]]) -> I
 
     try:
         server = ThreadingHTTPServer((address.host, address.port), Handler)
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the port is taken, or no port
         raise SettingsError(
             f"figures cannot be served at {address}: {error}. Choose another port for Prometheus"
         ) from error
