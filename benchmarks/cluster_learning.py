@@ -6,7 +6,8 @@ cluster computes what one process computes, so that clusters are models in one p
 after every N updates and at the end, all at once (blocking rounds). "Larger batch" is one process with k
 times the batch: it makes as many updates as a cluster and has nothing to average.
 
-The first table has the learning rate of one process. In the second, each training has the best of
+The first table has the learning rate of one process, and so has the last one: the samples that clusters
+need for the loss of one process. In the second, each training has the best of
 several learning rates, and the average is also taken with outer momentum as in DiLoCo (Douillard et al.
 2023): it does not replace the weights, but moves those of the last round by their change plus a share
 of earlier changes (Nesterov's momentum, rate 0.9). The last round is a plain average. Where one process
@@ -42,6 +43,8 @@ INTERVAL = 10
 RATES = (1.0, 2.0, 4.0, 8.0)
 """Compared learning rates, as factors of the task's."""
 OUTER_RATE, OUTER_MOMENTUM = 0.9, 0.5
+SAMPLES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
+"""Tried lengths of trainings, relative to one process, until its loss is reached."""
 NEAR_ZERO = 0.01
 """Loss of one process below which differences to it say nothing."""
 
@@ -61,6 +64,8 @@ class Training:
     """Factor of the task's learning rate."""
     batch: int = 1
     """Factor of the task's batch."""
+    samples: float = 1.0
+    """Factor of the task's samples; the schedule of the learning rate is stretched with it."""
 
     def loss(self, task: Task) -> float:
         """Return the mean validation loss over the seeds."""
@@ -132,7 +137,8 @@ def _train(task: Task, seed: int, training: Training) -> float:
     data, first, clusters = task.data(seed)[0], task.first(seed), training.clusters
     batch, rate = task.batch * training.batch, task.rate * training.rate
     per_epoch = max(1, len(data) // (clusters * batch))
-    updates, interval = per_epoch * task.epochs, training.interval or per_epoch
+    updates = round(per_epoch * task.epochs * training.samples)
+    interval = training.interval or per_epoch
     members = []
     for number, share in enumerate(shares(data, clusters, seed)):
         order = torch.Generator().manual_seed(1000 * seed + number)
@@ -187,6 +193,27 @@ def _best(task: Task, training: Training) -> Figure:
     return Figure(losses[best], best)
 
 
+def _samples_needed(task: Task, clusters: int) -> float | None:
+    """Return the first factor of the samples with which clusters reach the loss of one process."""
+    alone = Training().loss(task)
+    trainings = (Training(clusters, INTERVAL, samples=factor) for factor in SAMPLES)
+    return next((each.samples for each in trainings if each.loss(task) <= alone), None)
+
+
+def _samples_table(tasks: Sequence[Task]) -> list[str]:
+    """Return a table of the samples that clusters need, with a row for each task."""
+    lines = [
+        "| task |" + "".join(f" {clusters} clusters |" for clusters in CLUSTERS),
+        "|---|" + "--:|" * len(CLUSTERS),
+    ]
+    for task in tasks:
+        needed = (_samples_needed(task, clusters) for clusters in CLUSTERS)
+        cells = " | ".join(f"> {SAMPLES[-1]:g}" if each is None else f"{each:g}" for each in needed)
+        lines.append(f"| {task.name} | {cells} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
 def _table(
     tasks: Sequence[Task], columns: Sequence[str], results: Callable[[Task, int], list[Figure]]
 ) -> list[str]:
@@ -232,6 +259,11 @@ def measure(names: Sequence[str] = ()) -> str:
         f"learning rate; the number in brackets is the best factor of that rate among {factors}.",
         "",
         *_table(tasks, ("plain average", "plain average, twice the rate", momentum, *best), _momentum),
+        "",
+        "Samples with which clusters reach the loss of one process, relative to its samples, at its "
+        f"learning rate; averages every {INTERVAL} updates.",
+        "",
+        *_samples_table(tasks),
     ]
     return "\n".join(lines)
 

@@ -106,7 +106,10 @@ def _by_name(name: str, params: dict[str, Any], updates: int) -> tuple[list[Piec
         return _one_cycle(params, updates)
     if name not in _NAMES:
         known = ", ".join(sorted((*_NAMES, ONE_CYCLE, PLATEAU)))
-        raise JobError(f"no schedule is called {name!r}, only {known}")
+        raise JobError(
+            f"no schedule is called {name!r}, only {known}; give one of PyTorch's as a class, such as "
+            "lr_scheduler=torch.optim.lr_scheduler.OneCycleLR"
+        )
     warm_up = _warm_up(params, updates)
     power = _number(params, "power", 1.0)
     rest = max(updates - warm_up, 0)
