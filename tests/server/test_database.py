@@ -297,6 +297,28 @@ def test_concurrent_writes_are_serialised(db: Database, path: Path) -> None:
     assert token.uses_left == 920
 
 
+def test_the_log_is_copied_beside_transactions_and_not_by_commits(db: Database, path: Path) -> None:
+    """A commit copied it for each 4 MB, and everybody who wrote waited for the disk."""
+    with db.write(1.0) as tx:
+        fill(tx)
+    db.copy_log()
+    for number in range(8):
+        with db.write(2.0) as tx:
+            tx.members.add(MemberRecord(f"m{number}", ApiRole.VIEWER, "m" * (1 << 20)), f"secret-{number}")
+    log = path.with_name(path.name + "-wal")
+    assert log.stat().st_size > 8 << 20
+    assert path.stat().st_size < 1 << 20, "no commit has copied it"
+    with db.read() as reading, db.write(3.0) as tx:  # neither keeps the copy from what is committed
+        tx.members.add(MemberRecord("last", ApiRole.VIEWER, "vera"), "secret-last")
+        assert reading.members.get("m7") is not None
+        db.copy_log()
+    alone = path.with_name("alone.sqlite")
+    alone.write_bytes(path.read_bytes())
+    with Database(alone).read() as tx:
+        assert tx.members.get("m7") is not None
+        assert tx.members.get("last") is None
+
+
 def test_a_database_of_a_later_version_is_refused(db: Database, path: Path) -> None:
     with db._engine.begin() as connection:
         connection.exec_driver_sql("PRAGMA user_version=99")

@@ -35,6 +35,12 @@ from ravnest.server.db.telemetry import TelemetryRepository
 
 _PROBLEM_SHOWN = 60.0
 """Seconds for which a change that could not be stored counts as a problem: smaller ones may succeed."""
+_LONGEST_LOG = 16384
+"""Pages of the write-ahead log (64 MB) at which a commit copies them into the database by itself.
+
+SQLite begins its log anew only when all of it is copied and nobody writes meanwhile. On a busy server
+``copy_log`` never finds that moment, but leaves so little that such a commit is short.
+"""
 
 
 class Transaction:
@@ -95,6 +101,18 @@ class Database:
                     connection.exec_driver_sql(statement)
             connection.exec_driver_sql(f"PRAGMA user_version={tables.VERSION}")
 
+    def copy_log(self) -> None:
+        """Copy the write-ahead log into the database, while others read and write.
+
+        To be called every second or so. By default a commit does this for each 4 MB, and all that write
+        wait for the disk meanwhile: for seconds if it is slow.
+        """
+        connection = self._engine.raw_connection()
+        try:
+            connection.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)")
+        finally:
+            connection.close()
+
     def close(self) -> None:
         """Close all connections."""
         self._engine.dispose()
@@ -150,6 +168,7 @@ def _engine(path: Path) -> Engine:
         connection.execute("PRAGMA journal_mode=WAL")
         # With a WAL this survives the death of the process; only a power cut can lose the last commits.
         connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute(f"PRAGMA wal_autocheckpoint={_LONGEST_LOG}")
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:

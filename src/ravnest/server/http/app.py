@@ -34,6 +34,8 @@ from ravnest.server.web.feed import PageFeed
 from ravnest.server.web.stream import StreamPlaces
 from ravnest.version import __version__
 
+_LOG_SECONDS = 1.0
+"""Seconds between two copies of the database's log."""
 _log = logging.getLogger(__name__)
 
 
@@ -42,7 +44,8 @@ def create_app(server: Server) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(work(server)) for work in (_run_timers, _control_relay, _clean_up)]
+        background = (_run_timers, _control_relay, _clean_up, _copy_log)
+        tasks = [asyncio.create_task(work(server)) for work in background]
         try:
             with server.matching_in_background():
                 yield
@@ -125,3 +128,15 @@ async def _clean_up(server: Server) -> None:
         except Exception:
             _log.exception("files could not be deleted; the server continues")
         await asyncio.sleep(server.settings.clean_up_pause)
+
+
+async def _copy_log(server: Server) -> None:
+    """Copy the database's log, so that no commit has to."""
+    while True:
+        pause = _LOG_SECONDS
+        try:
+            await run_in_threadpool(server.db.copy_log)
+        except Exception:
+            _log.exception("the log of the database was not copied; the server tries again later")
+            pause = server.settings.clean_up_pause
+        await asyncio.sleep(pause)
