@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,8 @@ FORWARD = BACKWARD = WEIGHTS = float(os.environ.get("RAVNEST_BENCH_PASS_SECONDS"
 """Seconds of each stage per micro-batch: forward, gradients of inputs, gradients of weights."""
 PER_STAGE = tuple(map(int, sys.argv[1:])) if __name__ == "__main__" and sys.argv[1:] else (4, 5, 6)
 """Micro-batches in a batch, per stage."""
+LAYERS = 4
+"""Layers of a stage: weight gradients are interrupted between two of them."""
 DELAYS = (0.0, 0.020)
 """Delays of the links in each direction, in seconds."""
 GOAL = 0.92
@@ -200,6 +202,8 @@ class SleepingStage(StageExecution):
     def __init__(self, module: StageModule, rule: UpdateRule, **options: Any) -> None:
         super().__init__(module, rule, **options)
         self.updates = _NoUpdates(rule, {})
+        self.layers_left: dict[MicrobatchId, int] = {}
+        """Layers whose weight gradients are missing, where that is not all of them."""
 
     def forward(
         self,
@@ -227,10 +231,19 @@ class SleepingStage(StageExecution):
         time.sleep(BACKWARD if self.defers else BACKWARD + WEIGHTS)
         return {s.name: torch.zeros(1, WIDTH) for s in self.module.graph.inputs if s.gradient}
 
-    def weight_gradients(self, microbatch: MicrobatchId) -> None:
-        """Take the time of the deferred weight gradients."""
-        del microbatch
-        time.sleep(WEIGHTS)
+    def weight_gradients(
+        self, microbatch: MicrobatchId, interrupted: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Take the time of the deferred weight gradients, those of one layer after the other."""
+        left = self.layers_left.get(microbatch, LAYERS)
+        while left:
+            time.sleep(WEIGHTS / LAYERS)
+            left -= 1
+            if left and interrupted():
+                self.layers_left[microbatch] = left
+                return False
+        self.layers_left.pop(microbatch, None)
+        return True
 
 
 def _overheads(count: int, delay: float) -> Overheads:

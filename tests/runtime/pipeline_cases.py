@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -35,6 +35,7 @@ from ravnest.runtime.schedule.events import (
     SendResult,
     SendShared,
     SharedArrived,
+    WeightsInterrupted,
     WindowSet,
 )
 from ravnest.runtime.schedule.machine import ScheduleMachine
@@ -70,9 +71,13 @@ class Pipeline:
     """Sizes to which the window changes on the way."""
     activation_limits: tuple[int | None, ...] = ()
     """Limits of the stages; none where there are too few."""
+    interruptions: int = 0
+    """Times that the deferred weight gradients of each micro-batch are interrupted."""
 
     machines: list[ScheduleMachine] = field(init=False)
     logs: list[list[Action]] = field(init=False)
+    """Actions of each stage, without computations that were interrupted."""
+    interrupted: Counter[tuple[int, MicrobatchId]] = field(init=False)
     peak: int = 0
     """Maximum number of micro-batches in flight."""
     held: list[int] = field(init=False)
@@ -92,6 +97,7 @@ class Pipeline:
             for position in range(self.count)
         ]
         self.logs = [[] for _ in self.machines]
+        self.interrupted = Counter()
         self.held = [0 for _ in self.machines]
         self.sources: dict[str, tuple[int, deque[Event]]] = {
             "user": (0, deque(self._script())),
@@ -155,9 +161,10 @@ class Pipeline:
         self.submitted += name == "user" and isinstance(event, ForwardArrived)
         machine = self.machines[position]
         actions = machine.handle(event, 0.0)
-        self.logs[position] += actions
         for action in actions:
-            self._carry_out(position, action)
+            if not self._interrupts(position, action):
+                self.logs[position].append(action)
+                self._carry_out(position, action)
         self.peak = max(self.peak, self.machines[0].in_flight)
         if any(isinstance(action, RunForward) and action.trains for action in actions):
             self.held[position] = max(self.held[position], machine.held)
@@ -167,6 +174,17 @@ class Pipeline:
         while ready := self.ready():
             self.step(choose(ready))
         return self
+
+    def _interrupts(self, position: int, action: Action) -> bool:
+        """Return whether a computation is interrupted; its stage then hears of it."""
+        if not isinstance(action, RunWeights):
+            return False
+        stage = position, action.microbatch
+        if self.interrupted[stage] >= self.interruptions:
+            return False
+        self.interrupted[stage] += 1
+        self._send("done", position, WeightsInterrupted())
+        return True
 
     def _send(self, kind: str, position: int, event: Event) -> None:
         self.sources[f"{kind}{position}"][1].append(event)

@@ -31,6 +31,7 @@ from ravnest.runtime.schedule.events import (
     SendForward,
     SendPhaseBegin,
     SendPhaseEnd,
+    WeightsInterrupted,
 )
 from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.stage.execution import LossPart, StageExecution
@@ -59,18 +60,21 @@ class ScriptedPipeline:
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         *,
         update_size: int = 1,
+        interrupts: bool = False,
     ) -> None:
         """``data``: the first stage's values and the targets of each micro-batch.
 
-        Each micro-batch is a batch of its own; ``update_size`` of them are an update.
+        Each micro-batch is a batch of its own; ``update_size`` of them are an update. ``interrupts``:
+        what has arrived interrupts weight gradients, as in a worker.
         """
+        self._interrupts = interrupts
         self._stages = [_Stage(m, e) for m, e in zip(machines, executions, strict=True)]
         self._data = data
         self._loss = loss
         self._update_size = update_size
         self._submitted = 0
         self.runs: list[tuple[int, Run]] = []
-        """Stage and computation, in the order in which they happened."""
+        """Stage and computation, in the order in which they were done."""
         self.stale = 0
         """Backwards that an update had overtaken."""
         self.versions = [0] * len(self._stages)
@@ -135,8 +139,8 @@ class ScriptedPipeline:
         stage = self._stages[at]
         run, stage.running = stage.running, None
         assert run is not None
-        self.runs.append((at, run))
         execution = stage.execution
+        done: Event = Done()
         match run:
             case RunForward(microbatch, version, _, update):
                 targets = self._data[microbatch.index][1]
@@ -152,8 +156,12 @@ class ScriptedPipeline:
                 if at:
                     stage.gradients[microbatch] = back
             case RunWeights(microbatch):
-                execution.weight_gradients(microbatch)
+                has_arrived = self._interrupts and bool(stage.inbox)
+                if not execution.weight_gradients(microbatch, lambda: has_arrived):
+                    done = WeightsInterrupted()
             case RunStep(_, batches):
                 execution.step(batches)
+        if isinstance(done, Done):
+            self.runs.append((at, run))
         self.versions[at] = max(self.versions[at], execution.versions)
-        self._handle(at, Done())
+        self._handle(at, done)

@@ -44,7 +44,13 @@ def kept_all(splits: Splits) -> Callable[[str, Schedule], list[dict[str, torch.T
 
 
 def _trained(
-    splits: Splits, case: str, schedule: Schedule, kept: int | None, order: int
+    splits: Splits,
+    case: str,
+    schedule: Schedule,
+    kept: int | None,
+    order: int,
+    *,
+    interrupts: bool = False,
 ) -> list[dict[str, torch.Tensor]]:
     """Train a pipeline in a random order of events; return the weights of its stages."""
     executions = [
@@ -65,7 +71,8 @@ def _trained(
         for at, execution in enumerate(executions)
     ]
     data = _data(_modules(splits, case, STAGES), 20)
-    ScriptedPipeline(machines, executions, data, _loss, update_size=5).train(random.Random(order))
+    pipeline = ScriptedPipeline(machines, executions, data, _loss, update_size=5, interrupts=interrupts)
+    pipeline.train(random.Random(order))
     return [
         {key: weight.detach().clone() for key, weight in e.module.parameters_by_key().items()}
         for e in executions
@@ -84,6 +91,20 @@ def test_the_number_that_is_kept_changes_no_bit(
     expected = kept_all(case, schedule)
     for stage, found in zip(expected, _trained(splits, case, schedule, kept, 1), strict=True):
         assert all(torch.equal(found[key], weight) for key, weight in stage.items())
+
+
+@pytest.mark.parametrize("case", ["mlp", "dropout"])
+@pytest.mark.parametrize("kept", [None, 1, 5])
+def test_interrupted_weight_gradients_change_no_bit(
+    splits: Splits,
+    kept_all: Callable[[str, Schedule], list[dict[str, torch.Tensor]]],
+    case: str,
+    kept: int | None,
+) -> None:
+    for order in range(3):
+        trained = _trained(splits, case, "sync", kept, order, interrupts=True)
+        for stage, found in zip(kept_all(case, "sync"), trained, strict=True):
+            assert all(torch.equal(found[key], weight) for key, weight in stage.items())
 
 
 class Drifting(nn.Module):

@@ -43,6 +43,7 @@ from ravnest.runtime.schedule.events import (
     SendResult,
     SendShared,
     SharedArrived,
+    WeightsInterrupted,
     WindowSet,
 )
 from ravnest.runtime.schedule.machine import READ_AHEAD, ScheduleMachine
@@ -293,6 +294,22 @@ class TestDeferredWeightGradients:
         feed(stem, *backwards(0), *arrivals(3, update_size=4), *backwards(1))
         order = [feed(stem, Done()) for _ in range(5)]
         assert format_runs(a for actions in order for a in actions) == "3F 1B 0W 1W"
+
+    def test_they_let_others_pass_if_something_arrives(self) -> None:
+        stem = machine(1, defers=True)
+        run(stem, *arrivals(0, 1, update_size=3))
+        feed(stem, *backwards(0))
+        assert feed(stem, Done())[-1] == RunWeights(B(0), 0)
+        assert feed(stem, *backwards(1)) == []
+        assert feed(stem, WeightsInterrupted()) == [RunBackward(B(1), 0)]
+        assert feed(stem, Done())[-1] == RunWeights(B(0), 0), "the older ones go on"
+        assert feed(stem, WeightsInterrupted()) == [RunWeights(B(0), 0)], "nothing else is to be done"
+        assert feed(stem, Done()) == [RunWeights(B(1), 0)]
+
+    def test_nothing_else_can_be_interrupted(self) -> None:
+        leaf = machine(2)
+        assert feed(leaf, ForwardArrived(B(0)))[-1] == RunForward(B(0), 0, True, update=0)
+        assert "interrupted" in failure(leaf, WeightsInterrupted())
 
     def test_a_step_waits_for_them(self) -> None:
         leaf = machine(2, defers=True)
@@ -668,6 +685,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         users=tuple(sorted(users)) if len(users) > 1 else (),
         windows=tuple(draw(st.lists(window, max_size=3))),
         activation_limits=tuple(draw(st.lists(st.none() | st.integers(1, 3), max_size=4))),
+        interruptions=draw(st.integers(0, 2)),
     )
 
 
@@ -795,6 +813,7 @@ def test_sync_computes_the_same_in_any_order(pipeline: Pipeline, seed: int) -> N
             pipeline.clip,
             pipeline.defers,
             pipeline.users,
+            interruptions=pipeline.interruptions,
         )
 
     assert essence(fresh().run(Random(seed).choice)) == essence(fresh().run())

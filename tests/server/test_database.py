@@ -304,7 +304,9 @@ def test_the_log_is_copied_beside_transactions_and_not_by_commits(db: Database, 
     db.copy_log()
     for number in range(8):
         with db.write(2.0) as tx:
-            tx.members.add(MemberRecord(f"m{number}", ApiRole.VIEWER, "m" * (1 << 20)), f"secret-{number}")
+            tx.members.add(
+                MemberRecord(f"m{number}", ApiRole.VIEWER, "m" * (1 << 20)), f"secret-{number}"
+            )
     log = path.with_name(path.name + "-wal")
     assert log.stat().st_size > 8 << 20
     assert path.stat().st_size < 1 << 20, "no commit has copied it"

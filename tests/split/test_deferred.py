@@ -172,6 +172,26 @@ def test_deferred_gradients_are_those_of_autograd(
         assert torch.equal(of_input, expected_input)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_interrupted_gradients_are_the_same(name: str) -> None:
+    """Another computation comes in between after each operator, except within one sum."""
+    module = module_of(name)
+    torch.manual_seed(1)
+    x = torch.randn(CASES[name][1])
+    deferred, whole = DeferredGradients(captures=True), DeferredGradients(captures=True)
+    (_, expected), _ = _gradients(module, x, True, whole)
+    assert whole.compute(expected.__setitem__)
+    (_, found), _ = _gradients(module, x, True, deferred)
+    calls = 1
+    while not deferred.compute(found.__setitem__, interrupted=lambda: True):
+        assert deferred
+        calls += 1
+    assert not deferred
+    assert calls == {"residual": 3, "conv2d": 3, "used twice": 1}.get(name, calls)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 def test_only_weights_that_nothing_else_uses_are_deferred() -> None:
     def keys(name: str) -> set[str]:
         return set(deferrable_keys(stage_of(name).spec.graphs["train"]))

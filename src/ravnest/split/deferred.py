@@ -147,8 +147,15 @@ class DeferredGradients:
             self.add_steps(number, steps, gradients[begin:end])
             begin = end
 
-    def compute(self, take: Take, sums: Mapping[str, torch.Tensor] | None = None) -> None:
+    def compute(
+        self,
+        take: Take,
+        sums: Mapping[str, torch.Tensor] | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Pass each gradient with its key to ``take``, and release what it was computed from.
+
+        Return ``False`` if ``interrupted`` ends this between two operators; the next call continues.
 
         One gradient exists at a time, so that ``take`` can add it to the others of the update. A weight
         that several operators use gets the sum, formed in autograd's order: the last call comes first.
@@ -156,7 +163,7 @@ class DeferredGradients:
         added without a tensor of their own where that does not change their bits: to ``sums``, or to the
         sum of a weight with several uses.
         """
-        pending, self._pending = self._pending, []
+        pending = self._pending
         pending.sort(key=itemgetter(0))
         uses: dict[str | None, int] = {}
         for _, call, _ in pending:
@@ -178,6 +185,9 @@ class DeferredGradients:
                     uses[name] -= 1
                     if name is not None and name in partial and not uses[name]:
                         _add(name, _cast(partial.pop(name), call.dtype), take, sums)
+                if pending and not partial and interrupted():
+                    return False
+        return True
 
 
 def _cast(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

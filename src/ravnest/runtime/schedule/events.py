@@ -89,6 +89,11 @@ class Done:
     """The computation requested last has finished."""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsInterrupted:
+    """The weight gradients requested last were left in part, because something has arrived."""
+
+
 Event = (
     PhaseBegun
     | PhaseEnded
@@ -100,10 +105,11 @@ Event = (
     | ClipNormArrived
     | WindowSet
     | Done
+    | WeightsInterrupted
 )
 
-# Actions. The Run* actions occupy the compute thread until Done; the others take no time. The worker
-# carries them out in the order given.
+# Actions. The Run* actions occupy the compute thread until Done or WeightsInterrupted; the others take
+# no time. The worker carries them out in the order given.
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,7 @@ class RunBackward:
 
 @dataclass(frozen=True, slots=True)
 class RunWeights:
-    """Compute the deferred weight gradients of a micro-batch, and accumulate them."""
+    """Compute the deferred weight gradients of a micro-batch, or those that are left of them."""
 
     microbatch: MicrobatchId
     version: int

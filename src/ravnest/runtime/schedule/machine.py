@@ -8,7 +8,7 @@ Root and Leaf. It requests at most one computation at a time, in this order of p
    queued at a slow stage would starve the following stages of forwards, and micro-batches would travel
    in a convoy (``docs/schedules.md`` has measurements);
 3. deferred weight gradients. Nothing but this stage's own update waits for them, so that they fill the
-   time in which the stage would otherwise wait.
+   time in which the stage would otherwise wait. They may be interrupted if something arrives.
 
 A micro-batch may run ahead of the weights by ``max_delay`` updates. With 0 every micro-batch of an
 update uses the weights of the update before (``sync``): the result of a single process. A stage starts
@@ -53,6 +53,7 @@ from ravnest.runtime.schedule.events import (
     SendResult,
     SendShared,
     SharedArrived,
+    WeightsInterrupted,
     WindowSet,
 )
 from ravnest.runtime.schedule.notation import format_runs
@@ -78,8 +79,8 @@ class ScheduleMachine:
     """State machine that decides what a node computes and sends next.
 
     ``handle`` takes an event and returns actions in order; a computation (``Run*``) is always the last
-    one, and ``Done`` answers it. The Root's first ``Admit`` comes with its first phase, or with an
-    earlier ``WindowSet``. After a ``Fail`` every event is ignored.
+    one, and ``Done`` or ``WeightsInterrupted`` answers it. The Root's first ``Admit`` comes with its
+    first phase, or with an earlier ``WindowSet``. After a ``Fail`` every event is ignored.
 
     ``window`` applies at the Root: the number of micro-batches in flight in the whole pipeline.
     """
@@ -123,8 +124,8 @@ class ScheduleMachine:
         self._costly = CostlyDeferral() if traits.may_defer_costly else None
         self._deferred: set[MicrobatchId] = set()
         """Micro-batches in flight whose costly weight gradients are deferred."""
-        self._weights: deque[RunBackward] = deque()
-        """Backwards whose weight gradients are still to be computed."""
+        self._weights: deque[RunWeights] = deque()
+        """Weight gradients that are still to be computed."""
         self._forward_next = False
         """True if a forward runs before a backward that is ready too."""
         self._running: Run | None = None
@@ -183,6 +184,8 @@ class ScheduleMachine:
         match event:
             case Done():
                 self._done()
+            case WeightsInterrupted():
+                self._interrupted()
             case ForwardArrived():
                 self._forward_arrived(event)
             case BackwardArrived(microbatch):
@@ -309,6 +312,12 @@ class ScheduleMachine:
             case None:
                 raise _ProtocolError("a computation is done, but none was requested")
 
+    def _interrupted(self) -> None:
+        run, self._running = self._running, None
+        if not isinstance(run, RunWeights):
+            raise _ProtocolError("only weight gradients can be interrupted")
+        self._weights.appendleft(run)
+
     def _forward_done(self, run: RunForward) -> None:
         phase = self._phases[run.microbatch.phase]
         phase.forwarded += 1
@@ -333,7 +342,7 @@ class ScheduleMachine:
             self._actions.append(SendBackward(run.microbatch))
         if self.traits.defers or run.microbatch in self._deferred:
             self._deferred.discard(run.microbatch)
-            self._weights.append(run)
+            self._weights.append(RunWeights(run.microbatch, run.version))
         else:
             self._gradients_done(run.version)
 
@@ -438,10 +447,9 @@ class ScheduleMachine:
         elif may_forward:
             self._start_forward()
         elif self._weights:
-            run = self._weights.popleft()
             if self._costly is not None and self._forwards and not self.in_flight:
                 self._costly.delays_forward()
-            self._run(RunWeights(run.microbatch, run.version))
+            self._run(self._weights.popleft())
         elif self._costly is not None:
             self._costly.waits()
 

@@ -246,17 +246,31 @@ class StageExecution:
         self._replica_gradients = {k: g for k, g in gradients.items() if k in self._replicas}
         self.updates.set_gradients(gradients)
 
-    def weight_gradients(self, microbatch: MicrobatchId) -> None:
-        """Accumulate the weight gradients that ``backward`` has left, if that is not done yet."""
-        saved = self._deferred.pop(microbatch, None)
-        if saved is not None and saved.deferred is not None:
-            self._add_deferred(saved.deferred)
+    def weight_gradients(
+        self, microbatch: MicrobatchId, interrupted: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Accumulate the weight gradients that ``backward`` has left, if that is not done yet.
 
-    def _add_deferred(self, deferred: DeferredGradients) -> None:
+        Return ``False`` if ``interrupted`` has ended this after one of them; the next call continues.
+        """
+        saved = self._deferred.get(microbatch)
+        left = None if saved is None else saved.deferred
+        if left is not None and not self._add_deferred(left, interrupted):
+            return False
+        self._deferred.pop(microbatch, None)
+        return True
+
+    def _add_deferred(
+        self, deferred: DeferredGradients, interrupted: Callable[[], bool] = lambda: False
+    ) -> bool:
         taken: set[int] = set()
         # An owned weight's gradient is part of no message, so that it can be changed in place.
         sums = None if self._frugal else self.updates.gradients
-        deferred.compute(lambda key, gradient: self._accumulate(key, gradient, taken), sums)
+
+        def take(key: str, gradient: torch.Tensor) -> None:
+            self._accumulate(key, gradient, taken)
+
+        return deferred.compute(take, sums, interrupted)
 
     def add_shared(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Accumulate gradients that later stages found for weights held here."""

@@ -42,6 +42,7 @@ from ravnest.runtime.schedule.events import (
     SendPhaseEnd,
     SendResult,
     SendShared,
+    WeightsInterrupted,
 )
 from ravnest.runtime.schedule.machine import ScheduleMachine
 from ravnest.runtime.stage.compute_trace import ComputeTrace
@@ -101,6 +102,11 @@ class PipelineStage:
         self._clip: float | None = None
         self._step_seconds = 0.0
         self._weights_seconds = 0.0
+        """Time of the last weight gradients that were deferred."""
+        self._interrupted_seconds = 0.0
+        """Time so far of those that were interrupted."""
+        self._is_interrupted = False
+        """True if the last computation was interrupted."""
         self._busy_since = 0.0
         """Time at which the thread last woke up or finished a computation; work since then counts as
         part of the next computation."""
@@ -188,6 +194,7 @@ class PipelineStage:
     def compute(self) -> None:
         """Carry out the requested computation; ``finish_computation`` must follow."""
         run, self._run = self._run, None
+        self._is_interrupted = False
         began = now()
         match run:
             case RunForward(microbatch_id, version, trains, update, costly):
@@ -203,8 +210,7 @@ class PipelineStage:
                 microbatch = self._store.backward(microbatch_id)
                 microbatch.backward_seconds = self._lap()
             case RunWeights(microbatch_id):
-                self._store.execution.weight_gradients(microbatch_id)
-                self._weights_seconds = self._lap()
+                self._compute_weights(microbatch_id)
             case RunStep(update, batches):
                 self._step(update, batches)
             case RunPhaseEnd(phase):
@@ -214,7 +220,16 @@ class PipelineStage:
 
     def finish_computation(self) -> None:
         """Tell the machine that the computation is done; it sends the result and requests the next."""
-        self.handle(Done())
+        self.handle(WeightsInterrupted() if self._is_interrupted else Done())
+
+    def _compute_weights(self, microbatch: MicrobatchId) -> None:
+        """Compute deferred weight gradients until something arrives: another stage may wait for it."""
+        calls = self._inbox.calls
+        is_done = self._store.execution.weight_gradients(microbatch, lambda: not calls.empty())
+        self._is_interrupted = not is_done
+        self._interrupted_seconds += self._lap()
+        if is_done:
+            self._weights_seconds, self._interrupted_seconds = self._interrupted_seconds, 0.0
 
     def _lap(self) -> float:
         """Return the seconds since the thread last woke up or finished a computation.
