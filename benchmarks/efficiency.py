@@ -157,7 +157,8 @@ sys.stdout.write(str(count / (time.perf_counter() - begin)))
 
 def _sleep_alone() -> subprocess.Popen[bytes]:
     """Start a process that sleeps like an undisturbed stage and prints its rate."""
-    arguments = map(str, (SETTLING, SECONDS - SETTLING, FORWARD, BACKWARD, WEIGHTS))
+    layers = [WEIGHTS / LAYERS] * LAYERS
+    arguments = map(str, (SETTLING, SECONDS - SETTLING, FORWARD, BACKWARD, *layers))
     return subprocess.Popen([sys.executable, "-I", "-c", _ALONE, *arguments], stdout=subprocess.PIPE)
 
 
