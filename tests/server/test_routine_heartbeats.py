@@ -11,7 +11,8 @@ import httpx
 from server_cases import Caller, Case, losses
 from sqlalchemy import event
 
-from ravnest.schemas.providers import Heartbeat, HeartbeatReply
+from ravnest.schemas.jobs import JobState
+from ravnest.schemas.providers import Heartbeat, HeartbeatReply, ProviderState
 from ravnest.server.db.new_records import NEWEST_KEPT
 from ravnest.server.heartbeat_queue import HeartbeatQueue
 from ravnest.server.versioned_cache import VersionedCache
@@ -159,6 +160,45 @@ def test_statements_of_heartbeats_read_only_what_they_need(case: Case) -> None:
     assert not [step for step in scans if "VIRTUAL TABLE" not in step], steps
     by_index = [step for step in steps if step.startswith("SEARCH assignments")]
     assert by_index == ["SEARCH assignments USING INDEX ix_assignments_provider (provider=?)"] * 2
+
+
+def test_providers_that_begin_are_processed_together(case: Case) -> None:
+    """When large jobs started, heartbeats waited for a second: each beginning was a transaction."""
+    providers = [case.provider(f"p{number}") for number in range(4)]
+    case.submit(case.requester(), min_providers=4, max_providers=4)
+    case.match()
+    answer, commits = case.server.heartbeats._answer_routine, []
+    event.listen(case.server.db._engine, "commit", commits.append)
+    for phase in ("fetching", "fetched", "training"):
+        beats = [beat(case, each, phase=phase, records=losses(1.0)) for each in providers]
+        commits.clear()
+        replies = answer([*beats, beats[0]])
+        assert len(commits) == 2, "one that writes, and one that reads for the replies"
+        assert [reply is not None for reply in replies] == [True] * 4 + [False]
+        assert [reply.may_train for reply in replies if reply] == [phase != "fetching"] * 4
+        assert [reply.records_known for reply in replies if reply] == [1] * 4
+    with case.server.db.read() as db:
+        (job,) = db.jobs.listed()
+        assert job.state is JobState.TRAINING
+        assert {each.state for each in db.providers.present()} == {ProviderState.TRAINING}
+        assert all(len(db.telemetry.losses(each.id)) == 1 for each in db.assignments.of_job(job.id))
+
+
+def test_the_end_of_a_phase_that_needs_more_is_processed_alone(case: Case) -> None:
+    (alice,) = training(case, 1)
+    answer = case.server.heartbeats._answer_routine
+    for fields in (
+        {"phase": "uploading"},
+        {"phase": "finished"},
+        {"phase": "failed", "cause": "machine", "reason": "no memory"},
+        {"phase": "fetched", "records": losses(1.0), "first_record": 7},
+        {"phase": "fetched", "tls_rejections": {"foreign": 1}},
+    ):
+        assert answer([beat(case, alice, **fields)]) == [None], fields
+    with case.server.db.read() as db:
+        own = db.assignments.current(alice.id)
+        assert own is not None
+        assert own.phase == "training"
 
 
 def test_a_provider_may_have_several_heartbeats_among_those_that_wait(case: Case) -> None:

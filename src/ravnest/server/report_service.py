@@ -15,7 +15,7 @@ from ravnest.server.auth.tokens import AuthService
 from ravnest.server.cluster_activity import ClusterActivity
 from ravnest.server.db.database import Transaction
 from ravnest.server.db.new_records import NewRecords
-from ravnest.server.db.records import AssignmentRecord
+from ravnest.server.db.records import AssignmentRecord, ProviderRecord
 from ravnest.server.job_service import JobService
 from ravnest.server.job_status import can_continue, holders, is_confirmed, is_hearsay, lineage
 from ravnest.server.result_check import ResultCheck
@@ -34,6 +34,8 @@ _MOST_EVENTS = 20
 """Warnings, rounds and recoveries of one report that become events."""
 
 
+_BEGINNING = ("fetching", "fetched", "training")
+"""Phases of an assignment that many providers enter at the same time when a job starts."""
 _BEST_PAUSE = 60.0
 """Seconds between two checks of best models of one Root; the newest one is reported again until then."""
 _MOST_BEST_CHECKED = 10_000
@@ -93,11 +95,25 @@ class ReportService:
         self, uow: UnitOfWork, assignment: AssignmentRecord, report: AssignmentReport
     ) -> bool:
         """Return whether a report only adds records; ``store`` takes one that tells more."""
-        same = (report.phase, report.tls_rejections) == (assignment.phase, assignment.tls_rejections)
         explains = report.phase == "uploading" and report.reason != assignment.reason
+        same = report.phase == assignment.phase and not explains
+        return same and self._has_no_other_news(uow, assignment, report)
+
+    def begins_phase(
+        self, uow: UnitOfWork, assignment: AssignmentRecord, report: AssignmentReport
+    ) -> bool:
+        """Return whether a report only adds records and enters a phase of the beginning."""
+        begins = report.phase in _BEGINNING and assignment.phase in ("waiting", *_BEGINNING)
+        begins = begins and report.phase != assignment.phase
+        return begins and self._has_no_other_news(uow, assignment, report)
+
+    def _has_no_other_news(
+        self, uow: UnitOfWork, assignment: AssignmentRecord, report: AssignmentReport
+    ) -> bool:
+        if report.tls_rejections != assignment.tls_rejections or report.result:
+            return False
         has_gap = bool(report.records) and report.first_record > assignment.records
-        has_news = self._has_new_best(uow, report) or not self._spot_checks.knows(report)
-        return same and not (explains or has_gap or report.result or has_news)
+        return not (has_gap or self._has_new_best(uow, report)) and self._spot_checks.knows(report)
 
     def store_records(
         self, uow: UnitOfWork, reports: Sequence[tuple[AssignmentRecord, AssignmentReport]]
@@ -114,6 +130,20 @@ class ReportService:
             else each
             for each, report in measured
         ]
+
+    def begin_phases(
+        self, uow: UnitOfWork, reports: Sequence[tuple[AssignmentRecord, AssignmentReport]]
+    ) -> None:
+        """Store reports of ``begins_phase`` about different assignments.
+
+        None of them is one of two live assignments of the same node.
+        """
+        found = self.store_records(uow, reports)
+        providers = {each.id: each for each in uow.db.providers.chosen(a.provider for a in found)}
+        for assignment, (_, report) in zip(found, reports, strict=True):
+            self._begin_phase(uow, providers[assignment.provider], assignment, report)
+        for job in sorted({each.job for each in found}):
+            self._phases_changed(uow, job)
 
     @staticmethod
     def _has_new_best(uow: UnitOfWork, report: AssignmentReport) -> bool:
@@ -297,16 +327,28 @@ class ReportService:
             reason = f"{outcome}: {report.reason}" if report.reason else outcome
             uow.release(provider, reason)
         else:
-            uow.db.assignments.move(assignment, report.phase, report.reason)
-            if report.phase == "training" and provider.state is ProviderState.RESERVED:
-                reason = f"trains node_{assignment.node} of {assignment.job}"
-                uow.db.providers.move(provider, ProviderState.TRAINING, reason, job=assignment.job)
+            self._begin_phase(uow, provider, assignment, report)
         self._settle_handover(uow, assignment, report.phase)
         if assignment.role == Role.ROOT and report.phase in ("uploading", "finished"):
             self._settle_repeats(uow, assignment)
-        uow.db.jobs.touch(assignment.job)
-        uow.update_job_status(assignment.job)
-        self._jobs.schedule_stops(uow, assignment.job)
+        self._phases_changed(uow, assignment.job)
+
+    @staticmethod
+    def _begin_phase(
+        uow: UnitOfWork,
+        provider: ProviderRecord,
+        assignment: AssignmentRecord,
+        report: AssignmentReport,
+    ) -> None:
+        uow.db.assignments.move(assignment, report.phase, report.reason)
+        if report.phase == "training" and provider.state is ProviderState.RESERVED:
+            reason = f"trains node_{assignment.node} of {assignment.job}"
+            uow.db.providers.move(provider, ProviderState.TRAINING, reason, job=assignment.job)
+
+    def _phases_changed(self, uow: UnitOfWork, job: str) -> None:
+        uow.db.jobs.touch(job)
+        uow.update_job_status(job)
+        self._jobs.schedule_stops(uow, job)
 
     def _fail(self, uow: UnitOfWork, assignment: AssignmentRecord, reason: str) -> None:
         """Store that a provider says that the job fails on any machine.
