@@ -142,8 +142,10 @@ class ReportService:
         providers = {each.id: each for each in uow.db.providers.chosen(a.provider for a in found)}
         for assignment, (_, report) in zip(found, reports, strict=True):
             self._begin_phase(uow, providers[assignment.provider], assignment, report)
-        for job in sorted({each.job for each in found}):
-            self._phases_changed(uow, job)
+        jobs = sorted({each.job for each in found})
+        uow.db.jobs.touch(*jobs)
+        for job in jobs:
+            uow.update_job_status(job)
 
     @staticmethod
     def _has_new_best(uow: UnitOfWork, report: AssignmentReport) -> bool:
@@ -331,7 +333,9 @@ class ReportService:
         self._settle_handover(uow, assignment, report.phase)
         if assignment.role == Role.ROOT and report.phase in ("uploading", "finished"):
             self._settle_repeats(uow, assignment)
-        self._phases_changed(uow, assignment.job)
+        uow.db.jobs.touch(assignment.job)
+        uow.update_job_status(assignment.job)
+        self._jobs.schedule_stops(uow, assignment.job)
 
     @staticmethod
     def _begin_phase(
@@ -344,11 +348,6 @@ class ReportService:
         if report.phase == "training" and provider.state is ProviderState.RESERVED:
             reason = f"trains node_{assignment.node} of {assignment.job}"
             uow.db.providers.move(provider, ProviderState.TRAINING, reason, job=assignment.job)
-
-    def _phases_changed(self, uow: UnitOfWork, job: str) -> None:
-        uow.db.jobs.touch(job)
-        uow.update_job_status(job)
-        self._jobs.schedule_stops(uow, job)
 
     def _fail(self, uow: UnitOfWork, assignment: AssignmentRecord, reason: str) -> None:
         """Store that a provider says that the job fails on any machine.

@@ -134,7 +134,7 @@ class AssignmentRepository:
         """Return the assignments of a job's current plan, ordered by node and generation."""
         known = None if self._jobs is None else self._jobs.get(job)
         if known is None:
-            known = [_record(row) for row in self._connection.execute(_OF_JOB, {"job": job})]
+            known = [_record(row) for row in self._connection.execute(_OF_JOB, {"job": job}).all()]
             if self._jobs is not None:
                 self._jobs[job] = known
         return list(known)

@@ -21,6 +21,9 @@ _CHECKS = TypeAdapter(tuple[AddressCheck, ...])
 _PRESENCE = select(*(providers.c[name] for name in ("id", "state", "reason", "job", "left"))).where(
     providers.c.id.in_(bindparam("ids", expanding=True))
 )
+_NAMES = select(providers.c.id, func.json_extract(providers.c.offer, "$.name").label("name")).where(
+    providers.c.id.in_(bindparam("ids", expanding=True))
+)
 _ALL = select(providers, provider_rates.c.rate).join(provider_rates, isouter=True)
 _BY_ID = _ALL.where(providers.c.id == bindparam("provider"))
 
@@ -116,9 +119,8 @@ class ProviderRepository:
 
     def names(self, ids: Iterable[str]) -> dict[str, str]:
         """Return the names of providers by id."""
-        name = func.json_extract(providers.c.offer, "$.name").label("name")
-        query = select(providers.c.id, name).where(providers.c.id.in_(list(ids)))
-        return {row.id: row.name for row in self._connection.execute(query)}
+        found = self._connection.execute(_NAMES, {"ids": list(ids)}).all()
+        return {row.id: row.name for row in found}
 
     def of_job(self, job: str) -> list[ProviderRecord]:
         """Return the providers that are reserved for a job or train it."""
