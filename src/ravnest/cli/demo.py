@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -26,7 +26,7 @@ from ravnest.http.api import ApiClient
 from ravnest.http.credentials import join
 from ravnest.jobs.job import Job
 from ravnest.provider.sandbox.choice import usable_sandbox
-from ravnest.provider.signals import interrupts
+from ravnest.provider.signals import raised_interrupts
 from ravnest.schemas.auth import ApiRole
 from ravnest.schemas.jobs import AssignmentView, JobState, JobView
 from ravnest.server.http.runner import serve
@@ -60,7 +60,7 @@ def demo(
     check_writable(folder)
     console = out(quiet=quiet)
     train, validation, description = digits()
-    with interrupts(_interrupt), ExitStack() as stack:
+    with raised_interrupts(), ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ravnest-demo-")))
         server = stack.enter_context(serve(folder=scratch / "server", host="127.0.0.1", port=0))
         console.print(f"1. A server runs at {server.url}, as with `ravnest serve`.")
@@ -176,7 +176,3 @@ def _by_node(assignment: AssignmentView) -> int:
 
 def _show_line(console: Console, name: str, line: str) -> None:
     console.print(f"   {name} | {line}")
-
-
-def _interrupt() -> NoReturn:
-    raise KeyboardInterrupt
