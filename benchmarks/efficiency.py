@@ -4,13 +4,14 @@ The nodes are threads of one process, over the in-memory network with the given 
 is real (Node, worker thread, messages) except the computation: each stage sleeps for its computing
 time, and has no optimizer. The numbers therefore show the losses of the schedule, not of the machine.
 The rate of the slowest stage is measured with the same sleeps alone, one after another, in a separate
-process at the same time, so that disturbances affect both. Ramp-up is left out. Weight gradients are four
-sleeps, as of four layers, between which the schedule can interrupt them; the prediction does not interrupt
-them. "Bound" is the best that any schedule without delayed gradients can reach with these times, "predicted" is what the simulator
-predicts for the real schedule; then for both, with the times that threads and messages take in addition:
-between two forwards in a row at the Root, and from the end of a forward to the arrival of its outputs at
-the next stage, besides the link's delay (medians). Run as a script to print the report; arguments are
-numbers of micro-batches per stage, and RAVNEST_BENCH_PASS_SECONDS is the time of each pass.
+process at the same time, so that disturbances affect both. Ramp-up is left out. Weight gradients are
+four sleeps, as of four layers, between which the schedule can interrupt them; the prediction does not
+interrupt them. "Bound" is the best that any schedule without delayed gradients can reach with these
+times, "predicted" is what the simulator predicts for the real schedule; then for both, with the times
+that threads and messages take in addition: between two forwards in a row at the Root, and from the end
+of a forward to the arrival of its outputs at the next stage, besides the link's delay (medians). Run
+as a script to print the report; arguments are numbers of micro-batches per stage, and
+RAVNEST_BENCH_PASS_SECONDS is the time of each pass.
 """
 
 from __future__ import annotations
