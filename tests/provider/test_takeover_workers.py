@@ -158,7 +158,8 @@ def test_the_end_is_repeated_if_the_result_of_a_cluster_is_lost(
         found = recoveries(handle)
         end = EPOCHS * UPDATES_PER_EPOCH
         assert any(f"training continues from update {end};" in each for each in found), found
-        assert any("it had finished, and repeats the end" in each for each in found), found
+        # The other node has finished before the loss of the Root is known, or finishes after it.
+        assert any("finished, and repeats the end" in each for each in found), found
 
 
 def test_spares_of_a_whole_cluster_continue_from_the_checkpoint_at_the_server(
@@ -184,4 +185,5 @@ def test_spares_of_a_whole_cluster_continue_from_the_checkpoint_at_the_server(
         check_result(handle, 3 * EPOCHS)
         found = recoveries(handle)
         words = "the newest checkpoint at the server"
-        assert sum("takes the place" in each and words in each for each in found) == 2, found
+        # The spare of the first one starts again if it begins before the second one is known to be lost.
+        assert sum("takes the place" in each and words in each for each in found) in (2, 3), found
