@@ -50,6 +50,15 @@ def bag(indices: torch.Tensor, offsets: torch.Tensor, last: bool = False) -> tup
     return torch.randn(5, 3), indices, offsets, False, 0, False, None, last
 
 
+def half(*sizes: int) -> torch.Tensor:
+    return torch.ones(sizes, dtype=torch.bfloat16)
+
+
+def sampled(place: float) -> tuple[Any, ...]:
+    return ones(2, 3, 33, 16), torch.full((2, 8, 16, 2), place), 0, 2, False
+
+
+FLAGS = (False, False, True)
 LOG = torch.randn(6, 2, 4).log_softmax(2)
 LABELS = torch.ones(2, 3, dtype=torch.int64)
 
@@ -158,6 +167,56 @@ ATTACKS: list[tuple[str, str, tuple[Any, ...], str]] = [
         "the stride 65536",
     ),
     (
+        "steps over more than a kernel of 16 bits",
+        "conv_transpose3d.input",
+        (half(2, 4, 5, 6, 7), half(4, 4, 3, 1, 3), None, [1, 1, 1000]),
+        "a kernel of 3 cannot have the stride 1000",
+    ),
+    (
+        "the same by the older name, one padding for all",
+        "_convolution.deprecated",
+        (half(2, 2, 9, 8), half(2, 2, 2, 1), half(2), [1, 64], [0], [1, 1], True, [0, 0], 1, *FLAGS),
+        "a kernel of 1 cannot have the stride 64",
+    ),
+    (
+        "one stride for all dimensions",
+        "convolution.default",
+        (half(1, 2, 9, 9), half(2, 2, 2, 2), None, [48], [0], [1], False, [0], 1),
+        "a kernel of 2 cannot have the stride 48",
+    ),
+    (
+        "a dilation with a stride in 16 bits",
+        "conv3d.default",
+        (half(1, 2, 9, 9, 9), half(2, 2, 2, 2, 2), None, [1, 1, 2], [0] * 3, [1, 1, 5]),
+        "the dilation 5",
+    ),
+    (
+        "a transposed dilation in 16 bits",
+        "conv_transpose1d.default",
+        (half(1, 2, 9), half(2, 2, 2), None, [1], [0], [0], 1, [2]),
+        "the dilation 2",
+    ),
+    (
+        "too few strides",
+        "conv3d.default",
+        (half(1, 2, 9, 9, 9), half(2, 2, 2, 2, 2), None, [1, 1]),
+        "needs 3 numbers, not 2",
+    ),
+    (
+        "a margin that overflows",
+        "replication_pad3d.default",
+        (ones(2, 4, 1, 2, 2), [2**63 - 1, 2**63 - 1, 1, 1, 1, 2**31 - 1]),
+        "too large for a window",
+    ),
+    (
+        "an image that is pooled to a larger one",
+        "adaptive_avg_pool3d.default",
+        (ones(3, 5, 6, 14), [7, 100_000, 1]),
+        "the size 100000",
+    ),
+    ("a place far outside", "grid_sampler.default", sampled(1e30), "far outside of the image"),
+    ("a place that is none", "grid_sampler.default", sampled(math.nan), "far outside of the image"),
+    (
         "dilation",
         "conv1d.padding",
         (ones(1, 2, 9), ones(3, 2, 2), None, [1], "same", [2**31]),
@@ -173,6 +232,12 @@ ATTACKS: list[tuple[str, str, tuple[Any, ...], str]] = [
     ("wrapped diagonal", "fill_diagonal_.default", (ones(2, 16).t(), 2.0, True), "cannot be wrapped"),
     ("wrapped column", "fill_diagonal_.default", (ones(1, 8).t(), 2.0, True), "cannot be wrapped"),
     ("system of nothing", "linalg_lstsq.default", (ones(1, 1, 1), ones(0, 1, 17)), "no elements"),
+    (
+        "system without a solution",
+        "linalg_lstsq.default",
+        (ones(1, 1, 8), torch.full((16, 1, 5), math.nan)),
+        "infinite or NaN",
+    ),
     ("no samples", "multi_margin_loss.default", (torch.ones(0, 4), ints()), "no samples"),
     (
         "windows that overflow",
@@ -231,6 +296,12 @@ VALID: list[tuple[str, tuple[Any, ...]]] = [
     ("repeat_interleave.self_Tensor", (ones(4, 2), ints(3), -1)),
     ("repeat_interleave.self_int", (ones(4, 2), 3)),
     ("binomial.default", (ones(3), ones(3) / 2)),
+    ("conv2d.default", (half(1, 2, 9, 9), half(2, 2, 1, 1), None, [2, 2])),
+    ("conv2d.default", (half(1, 3, 64, 64), half(8, 3, 32, 32), None, [32, 32])),
+    ("conv2d.padding", (half(1, 2, 9, 9), half(2, 2, 3, 3), None, [1, 1], "same", [4, 4])),
+    ("conv_transpose2d.input", (half(1, 2, 9, 9), half(2, 2, 4, 4), None, [2, 2], [1, 1])),
+    ("conv_transpose1d.default", (ones(1, 2, 9), ones(2, 2, 2), None, [48], [0], [0], 1, [3])),
+    ("grid_sampler.default", sampled(-1.5)),
     ("python::pow", (2, 10)),
     ("python::pow", (2.0, 0.5)),
     ("python::round", (2.5,)),

@@ -21,6 +21,7 @@ from ravnest.split.operators import resolve
 from ravnest.split.piece_guards import PIECE_GUARDS
 from ravnest.split.recurrent_guards import cell, packed_recurrent, recurrent
 from ravnest.split.refused_calls import Guard, RefusedCallError, numbers, require, within
+from ravnest.split.window_guards import WINDOW_GUARDS
 
 Tensor = torch.Tensor
 
@@ -222,14 +223,6 @@ def _grouped_mm(
     )
 
 
-def _grid_sampler(
-    input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
-) -> None:
-    modes = (0, 1) if input.dim() == 5 else (0, 1, 2)
-    require(interpolation_mode in modes, "the interpolation mode does not exist")
-    require(padding_mode in (0, 1, 2), "the padding mode does not exist")
-
-
 def _sum_of_products(self: Tensor, batch1: Tensor, batch2: Tensor, *_: Any, **__: Any) -> None:
     """Refuse to write a sum of products into a smaller matrix."""
     require(batch1.dim() == 3 and batch2.dim() == 3, "it multiplies batches of matrices")
@@ -291,54 +284,17 @@ def _samples(self: Tensor, *_: Any, **__: Any) -> None:
     require(self.numel() > 0, "there are no samples")
 
 
-def _windows(*args: Any, **kwargs: Any) -> None:
-    """Refuse sizes, steps and margins of windows with which the kernel's arithmetic overflows."""
-    for value in (*args, *kwargs.values()):
-        numbers = value if isinstance(value, list | tuple) else (value,)
-        for number in numbers:
-            if isinstance(number, int):
-                require(abs(number) <= _LARGEST_WINDOW, f"{number} is too large for a window")
-
-
-def _convolution(
-    input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, *rest: Any, **named: Any
-) -> None:
-    """Bound the stride, for which the library of convolutions generates code, and the other numbers."""
-    for number in stride if isinstance(stride, list | tuple) else (stride,):
-        require(abs(number) <= _LARGEST_STRIDE, f"the stride {number} is more than {_LARGEST_STRIDE}")
-    _windows(*rest, **named)
-
-
-def _sizes_only(self: Tensor, output_size: Sequence[int], *options: Any, **named: Any) -> None:
-    """Refuse scales beside the output size, with which the kernel computes places in its input."""
-    _float_image(self)
-    scales = [*options, *(value for name, value in named.items() if name.startswith("scales"))]
-    require(
-        all(value is None or isinstance(value, bool) for value in scales),
-        "stages give it an output size without scales, or scales with the overload vec",
-    )
-
-
-_LARGEST_WINDOW = 1 << 24
-"""Largest size, step or margin of a window; those of models are below a thousand."""
-
-_LARGEST_STRIDE = 1 << 12
-"""Largest stride of a convolution: its gradient takes seconds at 2^14 and ends the process at 2^16."""
-
 _LARGEST_EXPONENT = 1 << 31
 
 _MOST_REPETITIONS = 1 << 31
 """Bound of the repetitions of one item; their sum over all items of a tensor fits into 64 bits."""
 
 
-def _float_image(self: Tensor, *_: Any, **__: Any) -> None:
-    """Refuse bytes: their kernel leaves some elements of the result unwritten."""
-    require(self.dtype != torch.uint8, "images of bytes are not resized")
-
-
 def _least_squares(self: Tensor, b: Tensor, *_: Any, **__: Any) -> None:
-    """Refuse systems without elements, whose rank the kernel leaves unwritten."""
+    """Refuse systems without elements, and values that no solver takes: results stay unwritten."""
     require(self.numel() > 0 and b.numel() > 0, "the system has no elements")
+    finite = all(bool(each.detach().isfinite().all()) for each in (self, b))
+    require(finite, "the system has values that are infinite or NaN")
 
 
 def _random_from(self: Tensor, first: int = 0, *_: Any, **rest: Any) -> None:
@@ -373,10 +329,9 @@ def _attention(
 GUARDS: dict[str, Guard] = {
     "random_.from": _random_from,
     "linalg_lstsq": _least_squares,
-    "upsample_bicubic2d": _float_image,
-    "upsample_bilinear2d": _float_image,
     "scaled_dot_product_attention": _attention,
     **PIECE_GUARDS,
+    **WINDOW_GUARDS,
     "addbmm_": _sum_of_products,
     "binomial": _binomial,
     "matrix_power": _power,
@@ -398,42 +353,10 @@ GUARDS: dict[str, Guard] = {
     "gru_cell": cell(3),
     "rnn_tanh_cell": cell(1),
     "rnn_relu_cell": cell(1),
-    **dict.fromkeys(
-        (
-            *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)),
-            *("convolution", "_convolution"),
-        ),
-        _convolution,
-    ),
-    "conv_tbc": _windows,
-    **dict.fromkeys(("im2col", "col2im", "unfold"), _windows),
-    **{
-        f"{kind}_pool{n}d": _windows
-        for kind in ("avg", "max", "adaptive_avg", "adaptive_max")
-        for n in (1, 2, 3)
-    },
-    **dict.fromkeys(
-        (*(f"max_pool{n}d_with_indices" for n in (1, 2, 3)), "max_unpool2d", "max_unpool3d"), _windows
-    ),
-    **dict.fromkeys(("fractional_max_pool2d", "fractional_max_pool3d"), _windows),
-    **{
-        f"{name}.default": _sizes_only
-        for name in (
-            "upsample_linear1d",
-            "upsample_bilinear2d",
-            "upsample_bicubic2d",
-            "upsample_trilinear3d",
-            "_upsample_bilinear2d_aa",
-            "_upsample_bicubic2d_aa",
-            *(f"upsample_nearest{n}d" for n in (1, 2, 3)),
-            *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
-        )
-    },
     "as_strided": _as_strided,
     "ctc_loss": _ctc_loss,
     "embedding_bag": _embedding_bag,
     "fill_diagonal_": _wrapped_diagonal,
-    "grid_sampler": _grid_sampler,
     "_grouped_mm": _grouped_mm,
     "_weight_norm": _weight_norm,
     **{
