@@ -152,7 +152,7 @@ def spread_times(scene: Scene, job: str) -> None:
         execute("UPDATE events SET time = ? + 1.5 * (sequence - ?)", (submitted, first))
         for kind, update in (("recovery", 503), ("round", 400)):
             then = now - _TRAINING * (1 - update / _UPDATES)
-            execute("UPDATE events SET time = ? WHERE kind = ?", (then, kind))
+            execute("UPDATE events SET time = ? WHERE kind = ? AND sequence >= ?", (then, kind, first))
         execute("UPDATE jobs SET created = ? WHERE id = ?", (submitted, job))
         execute(
             "UPDATE jobs SET created = ?, changed = ? WHERE state = 'failed'",
