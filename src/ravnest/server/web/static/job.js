@@ -98,7 +98,7 @@ function LitTopology({ detail, job }) {
 
 const Legend = pure(({ hasRings }) => {
   return html`<p class="legend"><span><i class="swatch memory"></i> Memory used, of what is offered</span><span><i class="tick peak"></i> Its peak</span><span><i class="tick needed"></i> What the plan needs</span>
-    <span><i class="swatch computing"></i> Share of time in which the stage computes</span><span><i class="swatch sending"></i> Share in which its busier link sends</span>${hasRings && html`<span><i class="swatch ring"></i> Averaging ring, bright during a round</span>`}<span>Rates and delays of links were tested before the start</span></p>`;
+    <span><i class="swatch computing"></i> Share of time in which the stage computes; else it waits</span><span><i class="swatch sending"></i> Share in which its busier link sends</span>${hasRings && html`<span><i class="swatch ring"></i> Averaging ring, bright during a round</span>`}<span>Rates and delays of links were tested before the start</span></p>`;
 });
 
 const Settings = pure(({ settings }) => html`<dl class="settings">${settings.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`);

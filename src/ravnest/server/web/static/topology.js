@@ -110,7 +110,7 @@ function Box({ node, at, width }) {
   const inner = width - 24, left = x + 12;
   const phase = node.phase === "training" && node.worker_phase && node.worker_phase !== "train" ? WORK[node.worker_phase] ?? node.worker_phase : node.phase;
   const memory = memoryWords(node.memory, ENDED.has(node.phase));
-  const label = `${node.role} node_${node.node} at ${node.name}: ${phase}${memory.value ? `, ${memory.label} ${memory.value}` : ""}${memory.rest ? `, ${memory.rest}` : ""}${node.layers ? `, layers ${node.layers.words}` : ""}${node.computing == null ? "" : `, computing ${percent(node.computing)} of the time`}${node.sending == null ? "" : `, its busier link sends ${percent(node.sending)} of the time`}`;
+  const label = `${node.role} node_${node.node} at ${node.name}: ${phase}${memory.value ? `, ${memory.label} ${memory.value}` : ""}${memory.rest ? `, ${memory.rest}` : ""}${node.layers ? `, layers ${node.layers.words}` : ""}${node.computing == null ? "" : `, computing ${percent(node.computing)} of the time, waiting ${percent(1 - node.computing)}`}${node.sending == null ? "" : `, its busier link sends ${percent(node.sending)} of the time`}`;
   return html`<a href=${`#/providers/${node.provider}`} class=${`box ${node.phase}`}>
     <rect class="frame" x=${x} y=${y} width=${width} height=${HEIGHT} rx="9" />
     <text class="role" x=${left} y=${y + 22}>${node.role}</text>
@@ -120,7 +120,7 @@ function Box({ node, at, width }) {
     ${memory.value && html`<${Memory} x=${left} y=${y + 82} width=${inner} memory=${node.memory} words=${memory} />`}
     ${node.computing == null
       ? html`<text class="meter" x=${left} y=${y + 107}>${node.phase === "training" ? "times are not known yet" : ""}</text>`
-      : html`<${Share} kind="computing" label="compute" x=${left} y=${y + 107} width=${inner} share=${node.computing} />
+      : html`<${Share} kind="computing" label="compute" x=${left} y=${y + 107} width=${inner} share=${node.computing} rest="waits" />
         <${Share} kind="sending" label="link busy" x=${left} y=${y + 132} width=${inner} share=${node.sending} />`}
     <title>${label}</title>
   </a>`;
@@ -149,9 +149,10 @@ function Memory({ x, y, width, memory, words }) {
 }
 
 // A share of time; computing and sending overlap, so that each has a bar of its own.
-function Share({ kind, label, x, y, width, share }) {
+// `rest` names what happens in the remaining time.
+function Share({ kind, label, x, y, width, share, rest }) {
   return html`<g>
-    <text class="meter" x=${x} y=${y}>${label}</text><text class="meter value" x=${x + width} y=${y}>${percent(share)}</text>
+    <text class="meter" x=${x} y=${y}>${label}</text><text class="meter value" x=${x + width} y=${y}>${percent(share)}${rest && `, ${rest} ${percent(1 - share)}`}</text>
     <rect class="track" x=${x} y=${y + 5} width=${width} height="4" rx="2" /><rect class=${kind} x=${x} y=${y + 5} width=${width * (share ?? 0)} height="4" rx="2" />
   </g>`;
 }
