@@ -16,7 +16,7 @@ _LARGEST_WINDOW = 1 << 24
 _LARGEST_STRIDE = 1 << 12
 """Largest stride of a convolution: its gradient takes seconds at 2^14 and ends the process at 2^16."""
 
-_FREE_HALF_STRIDE = 4
+_FREE_HALF_STRIDE = 2
 """Largest stride of a convolution of 16-bit values that may be larger than its kernel."""
 
 _MOST_PLACES = 1 << 30
