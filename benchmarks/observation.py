@@ -7,17 +7,20 @@ pipe that are checked on its other side, as between a worker and its agent, and 
 that is read once per second. The others have nothing. They take turns of a second or two; a turn ends
 when the process is idle again, so that what is written in the background is counted, too. One
 figure is the processor time of the whole process in a turn with everything, relative to the mean of the
-turns without just before and after it: the median of these ratios and its 95% interval by resampling.
-*Noise* is the same ratio between the two pipelines without anything. The second table depends far less
-on other programs: it has the processor time of each thread that observes, and of the recording in the
-threads that compute. The digits model is the worst case: its micro-batches take a few milliseconds. Run
-as a script to print the report, in about ten minutes.
+turns without just before and after it, as the median of the turns. Pipelines that do the same differ by
+some percent all their life, as their memory lies differently: there are several sets of three, in
+another order each, and the table has the mean of the sets and its standard error.
+*Noise* is the same ratio between the two pipelines without anything. The other tables depend far less
+on other programs: they have the processor time of each thread that observes, and of the recording in a
+loop; in the threads that compute it takes several times as long, since it is in no cache there. The
+digits model is the worst case: its micro-batches take a few milliseconds. Run as a script to print the
+report, in about a quarter of an hour.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import random
 import statistics
 import tempfile
 import threading
@@ -46,10 +49,10 @@ from ravnest.tracing.recorder import SpanRecorder, now
 from ravnest.tracing.spans import SpanKind
 from ravnest.types import Address
 
-TURNS = {DIGITS: 60, MEDIUM_GPT: 12}
+TURNS = {DIGITS: 14, MEDIUM_GPT: 4}
 """Models and the turns of each of their pipelines."""
-SHARE = float(os.environ.get("RAVNEST_BENCH_SHARE", "1"))
-"""Part of the turns that are taken; less for a quick look."""
+SETS = int(os.environ.get("RAVNEST_BENCH_SETS", "9"))
+"""Sets of three pipelines of each model; at least 2."""
 UPDATES = {DIGITS.name: 60, MEDIUM_GPT.name: 2}
 """Updates of a turn."""
 WARM_UP = 2
@@ -73,7 +76,6 @@ _SETTLE = 0.6
 _LOOK = 0.1
 _IDLE = 0.1
 """Share of a core below which the process is idle."""
-_RESAMPLES = 2000
 _PATIENCE = 300.0
 
 
@@ -87,6 +89,10 @@ class Cost:
     """Processor time of the process until it was idle again."""
     threads: dict[str, float]
     """Processor time by the name of the thread."""
+
+
+Round = tuple[Cost, Cost, Cost]
+"""Costs of a turn without anything, with everything, and without anything again."""
 
 
 class _Several:
@@ -168,8 +174,8 @@ def measure() -> str:
         f"The goal is a cost of at most {GOAL:.0%}. Load of the machine before: "
         f"{os.getloadavg()[0]:.1f}.",
         "",
-        "| model | turns | processor time of an update without | with all, relative to it (above 1 is "
-        "slower; 95% interval) | noise | time with all, relative to that without |",
+        "| model | sets, turns | processor time of an update without | with all, relative to it (above "
+        "1 is slower) | noise | time with all, relative to that without |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     measured = [_measured(*each) for each in TURNS.items()]
@@ -222,29 +228,49 @@ def _least(call: Callable[[], object], setup: Callable[[], None] | None = None) 
     return min(found)
 
 
-def _measured(work: Workload, most: int) -> tuple[str, str]:
+def _measured(work: Workload, turns: int) -> tuple[str, str]:
     """Return a model's row of ratios, and its table of threads."""
-    turns = max(round(SHARE * most), 2)
-    with ExitStack() as stack:
-        off, on, other = (
-            stack.enter_context(_training(work, WARM_UP + turns, observed=observed))
-            for observed in (False, True, False)
-        )
-        for each in (off, on, other) * WARM_UP:
-            each.take()
-        rounds = [_round(off, on, other, is_reversed=bool(number % 2)) for number in range(turns)]
+    sets = [_set_of_rounds(work, turns, first=number % 3) for number in range(SETS)]
     updates = UPDATES[work.name]
+    rounds = [each for found in sets for each in found]
     without = statistics.median(each.cpu for found in rounds for each in found[::2]) / updates
-    processor = [2 * seen.cpu / (one.cpu + two.cpu) for one, seen, two in rounds]
-    times = [2 * seen.time / (one.time + two.time) for one, seen, two in rounds]
-    noise = [two.cpu / one.cpu for one, _, two in rounds]
+    processor = [2 * seen.cpu / (one.cpu + two.cpu) for one, seen, two in map(_medians, sets)]
+    noise = [two.cpu / one.cpu for one, _, two in map(_medians, sets)]
+    times = [2 * seen.time / (one.time + two.time) for one, seen, two in map(_medians, sets)]
     figures = " | ".join(map(_shown, (processor, noise, times)))
     spent = {
         name: statistics.median(seen.threads.get(name, 0.0) for _, seen, _ in rounds) / updates
         for name in THREADS
     }
-    row = f"| {work.name} | {turns} | {1000 * without:.1f} ms | {figures} |"
+    row = f"| {work.name} | {SETS} x {turns} | {1000 * without:.1f} ms | {figures} |"
     return row, _thread_table(work.name, without, spent)
+
+
+def _set_of_rounds(work: Workload, turns: int, *, first: int) -> list[Round]:
+    """Return the rounds of three new pipelines; ``first``: which of them is made first."""
+    made: dict[int, _Turns] = {}
+    with ExitStack() as stack:
+        for number in range(first, first + 3):
+            made[number % 3] = stack.enter_context(
+                _training(work, WARM_UP + turns, observed=number % 3 == 1)
+            )
+        for each in [*made.values()] * WARM_UP:
+            each.take()
+        off, on, other = made[0], made[1], made[2]
+        return [_round(off, on, other, is_reversed=bool(number % 2)) for number in range(turns)]
+
+
+def _medians(rounds: list[Round]) -> Round:
+    """Return the median costs of the pipelines of a set."""
+    one, seen, two = (
+        Cost(
+            statistics.median(each[place].time for each in rounds),
+            statistics.median(each[place].cpu for each in rounds),
+            {},
+        )
+        for place in range(3)
+    )
+    return one, seen, two
 
 
 def _thread_table(model: str, without: float, spent: dict[str, float]) -> str:
@@ -258,7 +284,7 @@ def _thread_table(model: str, without: float, spent: dict[str, float]) -> str:
     return "\n".join([*head, *rows, ""])
 
 
-def _round(off: _Turns, on: _Turns, other: _Turns, *, is_reversed: bool) -> tuple[Cost, Cost, Cost]:
+def _round(off: _Turns, on: _Turns, other: _Turns, *, is_reversed: bool) -> Round:
     """Let each pipeline take a turn, the observed one in the middle; return their costs."""
     if is_reversed:
         last, middle, first = other.take(), on.take(), off.take()
@@ -267,10 +293,8 @@ def _round(off: _Turns, on: _Turns, other: _Turns, *, is_reversed: bool) -> tupl
 
 
 def _shown(ratios: list[float]) -> str:
-    draw = random.Random(1)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))
-    low, high = medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES)]
-    return f"**{statistics.median(ratios):.3f}** ({low:.3f} to {high:.3f})"
+    error = statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return f"**{statistics.mean(ratios):.3f}** ± {error:.3f}"
 
 
 @contextmanager

@@ -42,8 +42,8 @@ def test_recorded_spans_are_taken_once_and_have_wall_times() -> None:
     recorder = SpanRecorder()
     start = now()
     recorder.add(SpanKind.FORWARD, start, 2, 7, end=start + 5_000_000)
-    recorder.message(SpanKind.SEND, start, Forward(MicrobatchId(2, 7)), (1, 5, 9), 100)
-    recorder.message(SpanKind.SEND, start, object(), (1, 5, 10), 1)
+    recorder.message(SpanKind.SEND, start, Forward(MicrobatchId(2, 7)), (1, 5), 9, 100)
+    recorder.message(SpanKind.SEND, start, object(), (1, 5), 10, 1)
     forward, sent, other = recorder.take()
     assert (forward.kind, forward.duration, forward.first, forward.second) == (0, 5000, 2, 7)
     assert forward.start > 1_700_000_000_000_000, "microseconds since 1970"

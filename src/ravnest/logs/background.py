@@ -40,7 +40,7 @@ class BackgroundSink(ABC):
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._waiting: queue.SimpleQueue[TimedRecord | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[float, WorkerRecord] | None] = queue.SimpleQueue()
         self._failed = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="ravnest-log", daemon=True)
@@ -60,7 +60,7 @@ class BackgroundSink(ABC):
         if self._closed.is_set():
             return
         if self._waiting.qsize() < _MOST:
-            self._waiting.put(TimedRecord(self._clock() if at is None else at, record))
+            self._waiting.put((self._clock() if at is None else at, record))
         else:
             self._fail("it is too slow; records were dropped")
 
@@ -105,7 +105,7 @@ class BackgroundSink(ABC):
         """Wait for records, and return those that wait; none after the last."""
         found: list[TimedRecord] = []
         while (item := self._waiting.get()) is not None:
-            found.append(item)
+            found.append(TimedRecord._make(item))
             if len(found) >= _BATCH or self._waiting.empty():
                 return found
         if found:

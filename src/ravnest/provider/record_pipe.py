@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -52,11 +52,10 @@ class RecordWriter:
         self.dropped = 0
         """Timings and queue lengths that were dropped."""
         self._descriptor = descriptor
-        self._waiting: deque[WorkerRecord] = deque()
-        self._changed = threading.Condition()
-        self._closing = False
+        self._waiting: queue.SimpleQueue[WorkerRecord | None] = queue.SimpleQueue()
+        """Ends with None. Putting a record takes no lock of Python's, for which training would wait."""
         self._over = threading.Event()
-        """Set with ``_closing``."""
+        self._dropping = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="telemetry records", daemon=True)
 
     def start(self) -> None:
@@ -65,22 +64,18 @@ class RecordWriter:
 
     def emit(self, record: WorkerRecord) -> None:
         """Queue a record; returns at once and does not raise."""
-        record = _shortened(record)
-        with self._changed:
-            if self._closing:
-                return
-            if is_sample(record) and len(self._waiting) >= BACKLOG:
+        if self._over.is_set():
+            return
+        if self._waiting.qsize() >= BACKLOG and is_sample(record):
+            with self._dropping:
                 self.dropped += 1
-                return
-            self._waiting.append(record)
-            self._changed.notify()
+            return
+        self._waiting.put(record)
 
     def close(self) -> None:
         """Write the records that wait, for a bounded time, and close the pipe."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
         self._over.set()
+        self._waiting.put(None)
         self._thread.join(RECORDS_CLOSE)
         if self.dropped:
             logger.info("%d timings and queue lengths were not sent: the pipe was full", self.dropped)
@@ -94,17 +89,20 @@ class RecordWriter:
                     self._over.wait(RECORD_PAUSE)
         except OSError as error:  # the agent has ended, and this process is about to
             logger.info("records cannot be sent to the provider agent: %s", error)
-            with self._changed:
-                self._closing = True
-                self._waiting.clear()
+            self._over.set()
+            while not self._waiting.empty():
+                self._waiting.get()
 
     def _next(self) -> list[WorkerRecord]:
         """Wait for records and return all that wait; none once the writer is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closing)
-            records = list(self._waiting)
-            self._waiting.clear()
-            return records
+        records: list[WorkerRecord] = []
+        while (record := self._waiting.get()) is not None:
+            records.append(_shortened(record))
+            if self._waiting.empty():
+                return records
+        if records:
+            self._waiting.put(None)
+        return records
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class LinkTrace:
         """Record the messages that are encoded: all bytes are written."""
         while self._encoded:
             began, head, number, size = self._encoded.pop(0)
-            self._recorder.message(SpanKind.SEND, began, head, (*self._place, number), size)
+            self._recorder.message(SpanKind.SEND, began, head, self._place, number, size)
 
     def arrived(self, size: int, *, opens: bool) -> None:
         """Count a frame of the peer; ``opens``: it is the first of a message."""
@@ -47,5 +47,5 @@ class LinkTrace:
 
     def received(self, head: object, number: int) -> None:
         """Record a message of the peer that is complete."""
-        place = (*self._place, number)
-        self._recorder.message(SpanKind.RECEIVE, self._arrived, head, place, self._arrived_bytes)
+        size = self._arrived_bytes
+        self._recorder.message(SpanKind.RECEIVE, self._arrived, head, self._place, number, size)

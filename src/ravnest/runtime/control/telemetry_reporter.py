@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from ravnest.averaging.outcome import RoundOutcome
 from ravnest.runtime.control.checkpoints import CheckpointReport
@@ -38,18 +37,10 @@ from ravnest.wire.messages import StageTiming, ValidationResult
 
 _INTERVAL = 1.0
 """Seconds between two reports of timings, of queue lengths and of work."""
+_BUSY_INTERVAL = 0.05
+"""Seconds between two looks at the time of the compute thread, a call of the kernel."""
 Traffic = tuple[int, int]
 """Bytes received from other nodes and sent to them."""
-
-
-class _Work(NamedTuple):
-    """Work that is not reported yet, as in ``WorkRecord``."""
-
-    updates: int
-    epoch: int
-    samples: int
-    busy: float
-    traffic: Callable[[], Traffic]
 
 
 class TelemetryReporter:
@@ -74,7 +65,10 @@ class TelemetryReporter:
         self._queue = QueueRecord(0, 0, 0)
         self._next_work = 0.0
         self._samples = 0
-        self._work: _Work | None = None
+        self._busy = 0.0
+        self._next_busy = 0.0
+        self._work: tuple[UpdateReport, Callable[[], Traffic]] | None = None
+        """Last update, if its work is not reported yet."""
         self._next_pace = 0.0
         self._warnings = None if sink is None else _WarningHandler(sink)
 
@@ -172,9 +166,12 @@ class TelemetryReporter:
         self._samples += update.samples
         if self._sink is None:
             return
-        made, busy = update.number + 1, time.thread_time()
-        self._work = _Work(made, update.epoch, self._samples, busy, traffic)
-        if (now := self._clock()) >= self._next_work:
+        now = self._clock()
+        if now >= self._next_busy:
+            self._next_busy = now + _BUSY_INTERVAL
+            self._busy = time.thread_time()
+        self._work = update, traffic
+        if now >= self._next_work:
             self._next_work = now + _INTERVAL
             self._report_work()
 
@@ -182,9 +179,9 @@ class TelemetryReporter:
         """Report the work up to the last update, if that was not reported."""
         work, self._work = self._work, None
         if self._sink is not None and work is not None:
-            received, sent = work.traffic()
-            record = WorkRecord(work.updates, work.epoch, work.samples, work.busy, received, sent)
-            self._sink.emit(record)
+            update, traffic = work
+            made, (received, sent) = update.number + 1, traffic()
+            self._sink.emit(WorkRecord(made, update.epoch, self._samples, self._busy, received, sent))
 
     def timings(self, timings: tuple[StageTiming, ...]) -> None:
         """Collect the costs of a micro-batch by stage; report their means once per interval."""

@@ -10,7 +10,7 @@ from ravnest.runtime.schedule.events import (
     RunStep,
     RunWeights,
 )
-from ravnest.tracing.recorder import SpanRecorder, now
+from ravnest.tracing.recorder import Fields, SpanRecorder, now
 from ravnest.tracing.spans import SpanKind
 
 _SHORTEST_WAIT = 50_000
@@ -27,19 +27,25 @@ class ComputeTrace:
 
     def ran(self, run: Run, began: int) -> None:
         """Record a computation that ends now, and the wait before it."""
-        recorder = self._recorder
-        if recorder is None:
-            return
-        kind, first, second = _described(run)
-        if self._free and began - self._free > _SHORTEST_WAIT:
-            recorder.add(SpanKind.WAIT, self._free, what=kind, end=began)
-        self._free = now()
-        recorder.add(kind, began, first, second, end=self._free)
+        if self._recorder is not None:
+            end = now()
+            self._recorder.note((_computation, run, self._free, began, end))
+            self._free = end
 
     def add(self, kind: SpanKind, began: int, first: int = 0) -> None:
         """Record something else in the compute thread that ends now."""
         if self._recorder is not None:
             self._recorder.add(kind, began, first)
+
+
+def _computation(run: Run, free: int, began: int, end: int) -> list[Fields]:
+    """Return the fields of a computation, and of the wait before it."""
+    kind, first, second = _described(run)
+    found: list[Fields] = []
+    if free and began - free > _SHORTEST_WAIT:
+        found.append((SpanKind.WAIT, free, began, kind, 0, 0, 0, 0, 0, 0))
+    found.append((kind, began, end, 0, first, second, 0, 0, 0, 0))
+    return found
 
 
 def _described(run: Run) -> tuple[SpanKind, int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -35,7 +36,7 @@ class UpdateReport:
     learning_rate: float | None = None
     """Learning rate of the update, of the first parameter group; ``None`` if nothing trains here."""
 
-    @property
+    @cached_property
     def loss_record(self) -> LossRecord | None:
         """The loss for telemetry; ``None`` if it is not known here."""
         if self.loss is None:
