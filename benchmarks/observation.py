@@ -95,6 +95,10 @@ Round = tuple[Cost, Cost, Cost]
 """Costs of a turn without anything, with everything, and without anything again."""
 
 
+Formed = tuple[Path, list[str]]
+"""Folder and node names of a pipeline whose model is split."""
+
+
 class _Several:
     """Passes records to several receivers."""
 
@@ -250,10 +254,17 @@ def _set_of_rounds(work: Workload, turns: int, *, first: int) -> list[Round]:
     """Return the rounds of three new pipelines; ``first``: which of them is made first."""
     made: dict[int, _Turns] = {}
     with ExitStack() as stack:
+        found, formed = free_addresses(6), list[Formed]()
+        for addresses in (
+            found[:2],
+            found[2:4],
+            found[4:],
+        ):  # nothing else runs while models are captured
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ravnest-")))
+            formed.append((folder, work.form(folder, addresses)))
         for number in range(first, first + 3):
-            made[number % 3] = stack.enter_context(
-                _training(work, WARM_UP + turns, observed=number % 3 == 1)
-            )
+            training = _training(work, formed[number % 3], WARM_UP + turns, observed=number % 3 == 1)
+            made[number % 3] = stack.enter_context(training)
         for each in [*made.values()] * WARM_UP:
             each.take()
         off, on, other = made[0], made[1], made[2]
@@ -298,11 +309,10 @@ def _shown(ratios: list[float]) -> str:
 
 
 @contextmanager
-def _training(work: Workload, turns: int, *, observed: bool) -> Iterator[_Turns]:
+def _training(work: Workload, formed: Formed, turns: int, *, observed: bool) -> Iterator[_Turns]:
     """Yield the turns of a pipeline; all of them must be taken."""
+    folder, names = formed
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ravnest-")))
-        names = work.form(folder, free_addresses(2))
         given: dict[str, Any] = {}
         if observed:
             given = {"trace": folder / "traces", "record_sink": stack.enter_context(_observers(folder))}

@@ -83,7 +83,7 @@ def test_metrics_are_part_of_checkpoints(cluster: Formed, tmp_path: Path) -> Non
 
 
 def test_the_loss_needs_a_criterion(cluster: Formed) -> None:
-    local = cluster(metrics=["loss"], criterion=None)
+    local = cluster(metrics=["loss"], criterion=None, connect_timeout=2.0)
 
     def script(name: str) -> None:
         with local.node(name, test_labels=points(17)) as own:

@@ -1,6 +1,7 @@
 """Attacks of strangers on a real listener: they cost the server nothing that members notice."""
 
 import contextlib
+import functools
 import json
 import socket
 import ssl
@@ -34,6 +35,7 @@ def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningS
         yield found
 
 
+@functools.cache  # it reads the certificates of all authorities
 def unverified() -> ssl.SSLContext:
     context = ssl.create_default_context()
     context.check_hostname = False
