@@ -71,7 +71,7 @@ _CALLS = 2000
 _BATCH = 50
 """Losses that a `RunLog` writes at once."""
 _SCRAPE = 1.0
-_SETTLE = 0.6
+_SETTLE = 1.1
 """Least seconds between two turns; by then, what is written in the background is written."""
 _LOOK = 0.1
 _IDLE = 0.1
