@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -197,6 +199,27 @@ def test_hidden_state_and_randomness_are_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         split(kind(), (_inputs(),))
+
+
+@pytest.mark.parametrize("call", [0, 1, 4, 7])
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_another_thread_may_draw_numbers(
+    call: int, draw: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of the user's program draws once, while forward is captured or compared with stages."""
+    calls = itertools.count()
+
+    def forward(self: Base, x: torch.Tensor) -> torch.Tensor:
+        if next(calls) == call:
+            other = threading.Thread(target=draw)
+            other.start()
+            other.join()
+        found: torch.Tensor = self.outer(self.inner(x))
+        return found
+
+    monkeypatch.setattr(Base, "forward", forward)
+    assert len(split(Base(), (_inputs(),)).stages) == 2
+    assert next(calls) > call
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)

@@ -31,7 +31,7 @@ from ravnest.split.example import Example, bind_example
 from ravnest.split.graph import MODES, Mode
 from ravnest.split.kept_model import model_kept
 from ravnest.split.model_inspection import inspect_model, warn_of_resting_dropout
-from ravnest.split.outside_randomness import refuse_outside_randomness
+from ravnest.split.outside_randomness import refuse_outside_randomness, tried_again
 from ravnest.split.precision import Precision, check_precision, computed_in, delivered
 from ravnest.split.recurrent_shapes import lengths_vary
 from ravnest.split.size_conditions import SizeCondition, noted_conditions
@@ -206,6 +206,7 @@ def _write_reassigned_buffers(before: list[tuple[str, nn.Module, dict[str, Any]]
     return found
 
 
+@tried_again
 def _capture_mode(
     model: nn.Module, example: Example, state: ModelState, mode: Mode, precision: Precision | None
 ) -> ModeCapture:

@@ -32,6 +32,7 @@ from ravnest.split.example import Example
 from ravnest.split.graph import MODES, Mode, StageSpec
 from ravnest.split.kept_model import model_kept
 from ravnest.split.module import check_inputs
+from ravnest.split.outside_randomness import tried_again
 from ravnest.split.plain_attributes import bytes_of
 from ravnest.split.repeatability import ROUNDING, check_repeatable
 from ravnest.split.size_variations import smaller_examples
@@ -79,6 +80,7 @@ class SelfCheckResult:
         return self.batch_size is not None and not self.differences
 
 
+@tried_again
 def verify(
     capture: Capture,
     splits: Sequence[Sequence[SplitStage]],
