@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 from training_cases import SmallCNN, TiedGPT, image_loaders, token_loaders, token_loss
 
 from ravnest import Node, Trainer, set_seed
-from ravnest.runtime.control import root_controller
+from ravnest.runtime.control import checkpoint_policy, root_controller
 from ravnest.store.checkpoint import CheckpointFolder
 from ravnest.types import CheckpointId
 
@@ -36,6 +37,8 @@ class StoppingLoader:
 
     loader: DataLoader[Any]
     after: int
+    pause: float = 0.0
+    """Seconds before each batch."""
     batch_size: int = 0
 
     def __post_init__(self) -> None:
@@ -51,6 +54,7 @@ class StoppingLoader:
             if self.after == 0:
                 raise StoppedError
             self.after -= 1
+            time.sleep(self.pause)
             yield batch
 
 
@@ -116,10 +120,14 @@ def train(
     case: str,
     *,
     stop: int | None = None,
+    pause: float = 0.0,
     epochs: int = EPOCHS,
     **given: Any,
 ) -> list[BaseException | None]:
-    """Train and return the errors of the nodes; ``stop``: the Root's script ends after a batch."""
+    """Train and return the errors of the nodes.
+
+    ``stop``: the Root's script ends after a batch; ``pause``: it waits so many seconds before each.
+    """
     _, _, loaders, criterion = CASES[case]
     cluster = LocalCluster(folder, names, node_data=node_data)
     options = {
@@ -137,7 +145,9 @@ def train(
         labels = {"labels": train_loader, "test_labels": val_loader}
         with cluster.node(name, **(labels | options)) as own:
             data = (
-                train_loader if stop is None or not own.is_root else StoppingLoader(train_loader, stop)
+                train_loader
+                if stop is None or not own.is_root
+                else StoppingLoader(train_loader, stop, pause)
             )
             Trainer(own, train_loader=data, val_loader=val_loader, epochs=epochs, save=True).train()
 
@@ -263,7 +273,8 @@ def test_a_full_disk_at_one_node_leaves_a_checkpoint_that_all_have(
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointFolder, "write_tensors", full)
-        assert any(train(resumed, node_data, names, "cnn", stop=25, checkpoint_updates=1))
+        patch.setattr(checkpoint_policy, "_COST", 0.0)  # one after each update
+        assert any(train(resumed, node_data, names, "cnn", stop=25, pause=0.02, checkpoint_updates=1))
     found = [set(CheckpointFolder(resumed / "checkpoints" / name).ids()) for name in names]
     assert found[0] - found[1], "the other nodes have taken more"
     assert set.intersection(*found)

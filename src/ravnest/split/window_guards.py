@@ -108,7 +108,8 @@ def _check_half(kernel: int, stride: int, dilation: int, *, is_transposed: bool)
     AMX. What remains ran a hundred thousand times with random sizes and a checking allocator.
     """
     words = (
-        f"in 16 bits, a kernel of {kernel} cannot have the stride {stride} and the dilation {dilation}"
+        f"in 16 bits, a kernel of {kernel} cannot have the stride {stride} and the dilation {dilation}: "
+        "torch computes it wrongly; train without bf16, or change the layer"
     )
     if is_transposed:
         require(stride <= kernel and dilation == 1, f"transposed and {words}")
