@@ -159,3 +159,50 @@ def test_a_replaced_machine_is_dialled_at_the_addresses_that_it_named(
         with pytest.raises(PeerError):
             peers.reach(ROOTS[1], 1, 1.0)
     assert dialled == ["127.0.0.1:2", "127.0.0.1:77", "127.0.0.1:2"]
+
+
+def answered() -> FakeLink:
+    """Return a link to the Root of the second cluster, with its place in the plan."""
+    link = FakeLink(3)
+    link.peer = structs.replace(link.peer, cluster=1)
+    return link
+
+
+def test_a_link_that_is_lost_before_it_is_kept_is_dialled_again(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends accepts a last connection; its loss is handled in another thread."""
+    lost, link = answered(), answered()
+    links, used = [lost, link], threading.Event()
+    monkeypatch.setattr(MemoryTransport, "dial", lambda *_, **__: links.pop(0))
+    keep = peers.keep
+
+    def keeping(each: Link) -> bool:
+        kept = keep(each)
+        if kept:
+            used.set()
+        return kept
+
+    def on_link(each: Link) -> None:
+        if each is lost:
+            assert not peers.forget(each), "it is not in use yet"
+
+    monkeypatch.setattr(peers, "keep", keeping)
+    peers.dial_root(1, 30.0, on_link)
+    assert used.wait(30)
+    assert peers.root(1) is link
+
+
+def test_a_member_of_a_ring_that_is_lost_at_once_is_named(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = answered()
+
+    def dial(*_: object, **__: object) -> Link:
+        peers.forget(lost)
+        return lost
+
+    monkeypatch.setattr(MemoryTransport, "dial", dial)
+    with pytest.raises(PeerError, match="ended while it connected"):
+        peers.reach(ROOTS[1], 1, 30.0)
+    assert peers.root(1) is None

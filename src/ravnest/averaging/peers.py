@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 
 from ravnest.errors import RavnestError, RefusedError, UnreachableError
@@ -67,6 +68,8 @@ class Peers:
         """The newest link to each node."""
         self._open: list[Link] = []
         """All open links: two nodes that dial each other at the same time have two."""
+        self._gone: weakref.WeakSet[Link] = weakref.WeakSet()
+        """Links that were lost: the thread that has dialled one may keep it only afterwards."""
         self._closed = False
         self._gave_up = False
         self._clamped = 0
@@ -76,11 +79,14 @@ class Peers:
     def keep(self, link: Link) -> bool:
         """Add an open link; it replaces earlier ones to the same node.
 
-        Return False if another process has taken the place of the peer; the link is closed then.
+        Return False if it was lost meanwhile, or if another process has taken the place of the peer; the
+        link is closed then.
         """
         node = link.peer.node
         reason = self._generations.admit(link.peer)
         with self._changed:
+            if link in self._gone:
+                return False
             if reason is None:
                 self._links[node] = link
                 if link not in self._open:
@@ -116,6 +122,7 @@ class Peers:
     def forget(self, link: Link) -> bool:
         """Remove a link that is gone, and return True if it was the one in use."""
         with self._changed:
+            self._gone.add(link)
             if link in self._open:
                 self._open.remove(link)
                 self._clamped += link.clamped
@@ -160,7 +167,8 @@ class Peers:
 
         def dial() -> None:
             try:
-                self.keep(self._dial(peer, seconds))
+                if not self.keep(self._dial(peer, seconds)):
+                    raise UnreachableError("its process ended while it connected")
             except RavnestError as error:
                 with self._changed:
                     failures.append(error)
@@ -267,8 +275,8 @@ class Peers:
                     return
                 else:
                     on_link(link)  # first, because ``connect`` may return after ``keep``
-                    self.keep(link)
-                    return
+                    if self.keep(link):
+                        return
 
         threading.Thread(target=dial, name=f"ravnest-dial-cluster-{cluster}", daemon=True).start()
 
